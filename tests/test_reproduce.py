@@ -1,0 +1,125 @@
+"""The runner on throw-away notebooks: failing, skipping, interrupting."""
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from compvl.core import CompvlError, read_json
+from compvl.reproduce import reproduce
+
+PARAMETERS = 'profile = "micro"\ndata_root = None\nout = "reproduction"'
+TABLE = "# Write\nfrom pathlib import Path\n(Path(out)/'tables').mkdir(exist_ok=True)\n(Path(out)/'tables/{name}.csv').write_text(profile)"
+
+
+def notebook(folder, name, *cells, parameters=PARAMETERS):
+    head = [new_code_cell(parameters, metadata={"tags": ["parameters"]})] if parameters else []
+    cells = [new_markdown_cell(f"# About {name}"), *head, *(new_code_cell(c) for c in cells)]
+    nb = new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})
+    nbformat.write(nb, folder / f"{name}.ipynb")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.delenv("COMPVL_RUNS", raising=False)
+
+    def go(*wanted, profile="smoke", **options):
+        return reproduce(list(wanted), profile, out=tmp_path / "out", folder=tmp_path, **options)
+    return go
+
+
+def statuses(summary):
+    return [r.status for r in summary.results]
+
+
+def test_failure_is_kept_told_and_passed_over(tmp_path, run, capsys):
+    notebook(tmp_path, "01_fails", "kept = 'so far'\nprint(kept)", "# Divide\n1/0", "never = 1")
+    notebook(tmp_path, "02_dies", "import os\nos._exit(3)")
+    notebook(tmp_path, "03_works", TABLE.format(name="t"))
+    summary = run()
+    assert statuses(summary) == ["failed", "failed", "done"] and not summary.ok
+    assert "(Divide): ZeroDivisionError: division by zero" in summary.results[0].error
+    assert "DeadKernelError" in summary.results[1].error
+    partial = nbformat.read(tmp_path / "out/notebooks/01_fails.ipynb", 4)
+    assert any("so far" in str(c.get("outputs")) for c in partial.cells)
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    page = (tmp_path / "out/index.html").read_text()
+    assert "ZeroDivisionError" in page and 'href="tables/t.csv"' in page and 'href="notebooks/03_works.html"' in page
+    assert summary.results[2].seconds > 0 and summary.results[2].peak_mb > 10
+
+
+def test_up_to_date_is_skipped_until_something_changes(tmp_path, run, monkeypatch):
+    notebook(tmp_path, "01_a", TABLE.format(name="a"))
+    notebook(tmp_path, "02_b", TABLE.format(name="b"))
+    assert statuses(run()) == ["done", "done"]
+    assert statuses(run()) == ["up to date", "up to date"]
+
+    notebook(tmp_path, "02_b", TABLE.format(name="b"), "another = 1")
+    assert statuses(run()) == ["up to date", "done"]                    # its cells changed
+
+    (tmp_path / "out/tables/a.csv").unlink()
+    assert statuses(run()) == ["done", "up to date"]                    # what it made is gone
+
+    assert statuses(run("1", profile="micro")) == ["done"]              # its parameters changed
+    assert (tmp_path / "out/tables/a.csv").read_text() == "micro"
+
+    monkeypatch.setattr("compvl.reproduce._surroundings", lambda: "other code")
+    assert statuses(run("2")) == ["done"]                               # the package changed
+    assert statuses(run("2", force=True)) == ["done"]
+    assert 'href="tables/a.csv"' in (tmp_path / "out/index.html").read_text()   # the page lists earlier ones too
+
+
+def test_only_declared_parameters_are_passed(tmp_path, run):
+    notebook(tmp_path, "01_none", "assert 'profile' not in globals()", parameters=None)
+    notebook(tmp_path, "02_one", "assert profile == 'smoke' and 'out' not in globals()", parameters='profile = "micro"')
+    notebook(tmp_path, "03_all", f"assert (profile, data_root, out) == ('smoke', {str(tmp_path)!r}, {str(tmp_path / 'out')!r})")
+    assert statuses(run(data_root=tmp_path)) == ["done"] * 3
+    assert read_json(tmp_path / "out/notebooks/02_one.json")["parameters"] == {"profile": "smoke"}
+
+
+def test_notebooks_run_in_out_and_runs_go_there(tmp_path, run, monkeypatch):
+    notebook(tmp_path, "01_where", "from pathlib import Path\nfrom compvl.core import runs_dir\nassert Path.cwd() == Path(out)\nprint(runs_dir())")
+    monkeypatch.chdir(tmp_path)
+    assert run().ok
+    assert str(tmp_path / "out/runs") in (tmp_path / "out/notebooks/01_where.ipynb").read_text()
+    monkeypatch.setenv("COMPVL_RUNS", str(tmp_path / "mine"))
+    assert run(force=True).ok
+    assert str(tmp_path / "mine") in (tmp_path / "out/notebooks/01_where.ipynb").read_text()
+
+
+def test_mistakes_say_what_is_known(tmp_path, run):
+    notebook(tmp_path, "01_a")
+    with pytest.raises(CompvlError, match="01_a"):
+        run("02")
+    with pytest.raises(CompvlError, match="smoke.*paper"):
+        run(profile="tiny")
+    with pytest.raises(CompvlError, match="nowhere"):
+        run(data_root=tmp_path / "nowhere")
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupt_writes_the_page_and_leaves_no_kernel(tmp_path):
+    import psutil
+    notebook(tmp_path, "01_a", "x = 1")
+    notebook(tmp_path, "02_slow", "from pathlib import Path\nimport os, time\nPath(out, 'pid').write_text(str(os.getpid()))\ntime.sleep(120)")
+    notebook(tmp_path, "03_never", "x = 1")
+    code = ("import sys\nfrom compvl.reproduce import reproduce\n"
+            "from compvl import cli, core, reproduce as module\n"
+            f"module.notebooks_dir = lambda: core.Path({str(tmp_path)!r})\n"
+            f"sys.argv = ['compvl', 'reproduce', '--profile', 'smoke', '--json', '--out', {str(tmp_path / 'out')!r}]\ncli.main()")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = tmp_path / "out/pid"
+    for _ in range(600):
+        if pid.exists() and pid.read_text():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert [n["status"] for n in json.loads(out)["notebooks"]] == ["done", "interrupted"]
+    assert "interrupted" in (tmp_path / "out/index.html").read_text()
+    assert not psutil.pid_exists(int(pid.read_text()))
