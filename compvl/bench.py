@@ -6,7 +6,7 @@
 __all__ = ['BENCHES', 'ITEMS_PER_IMAGE', 'bench', 'run_bench', 'replace_structure', 'reference_scores', 'evaluate_engine',
            'training_step']
 
-# %% ../nbs/lib/13_bench.ipynb #5ca143f3
+# %% ../nbs/lib/13_bench.ipynb #9c14d828
 import inspect, random, tempfile, time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +16,7 @@ import numpy as np, torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from tqdm.auto import tqdm
 
 from . import microworld
 from .benchmarks import Benchmark, Triplet, load_benchmark, open_image
@@ -97,7 +98,7 @@ def reference_scores(model, items, batch_size: int = 16) -> np.ndarray:
                         for k in ('caption', 'hard_negative', 'hard_positive')])
     return np.concatenate(out, axis=1)
 
-# %% ../nbs/lib/13_bench.ipynb #93cc6163
+# %% ../nbs/lib/13_bench.ipynb #84c46ef9
 @bench('evaluate-engine')
 def evaluate_engine(n: int = 64, root=None, model: str = 'ViT-B-32', batch_size: int = 16, parts: int = 4, seed: int = 0) -> dict:
     """REPLACE by the evaluation engine, against encoding image and captions at every occurrence. `n`: images, with all their items; `root`:
@@ -113,7 +114,7 @@ def evaluate_engine(n: int = 64, root=None, model: str = 'ViT-B-32', batch_size:
         start = time.perf_counter()
         emb = Embedder(m, f'{d}/cache', progress=False)
         engine_s, reference_s, difference = time.perf_counter() - start, 0., 0.
-        for k in range(parts):
+        for k in tqdm(range(parts), desc='reference and engine', unit=' part', leave=False):
             images = set(list(at.values())[k::parts])
             some = [i for i in items if i.image in images]
             if not some: continue

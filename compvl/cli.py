@@ -95,7 +95,7 @@ def _settings(pairs: list[str], fields: list[str]) -> dict:
         else: out[top] = value
     return out
 
-# %% ../nbs/lib/15_cli.ipynb #161d0687
+# %% ../nbs/lib/15_cli.ipynb #b02e0aba
 @app.command(epilog="Example:  [bold]compvl train --method hp+hn --steps 400[/]   (micro-CLIP's shipped base, in the microworld)\n\n"
                     "Example:  [bold]accelerate launch -m compvl.cli train --method hn --model ViT-B-32 --pretrained openai --data coco "
                     "--train-captions captions_train2014.json --image-root train2014 --hard-negatives negatives.jsonl --epochs 5[/]")
@@ -122,6 +122,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print folder, config and last metrics as JSON.")] = False,
 ):
     "Finetune a model; an interrupted run is resumed, a finished one returned. Run it under `accelerate launch` for several processes."
+    base = read_json(config) if config else {}
     from dataclasses import fields as fields_of
     from compvl.train import TrainConfig, train as run_training
     fields = [f.name for f in fields_of(TrainConfig)]
@@ -129,7 +130,6 @@ def train(
                   batch_size=batch_size, lr=lr, seed=seed)
     options = dict(captions_json=train_captions, image_root=image_root, hard_negatives=hard_negatives, hard_positives=hard_positives)
     options = {k: [str(p) for p in v] if isinstance(v, list) else str(v) for k, v in options.items() if v} | ({"skip_damaged": True} if skip_damaged else {})
-    base = read_json(config) if config else {}
     if not isinstance(base, dict) or set(base) - set(fields):
         raise CompvlError(f"{config} must hold an object with keys among {', '.join(fields)}" + (f", not {', '.join(sorted(set(base) - set(fields)))}." if isinstance(base, dict) else "."))
     given, extra = {k: v for k, v in values.items() if v is not None}, _settings(settings or [], fields)

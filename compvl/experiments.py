@@ -7,15 +7,16 @@ __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'TABLE3', 'TRIPLETS', 'S
            'train_config', 'row_model', 'chance', 'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'results',
            'Claim', 'change', 'verdict', 'judge', 'findings', 'comparisons', 'Example', 'examples']
 
-# %% ../nbs/lib/12_experiments.ipynb #eecf767d
-import hashlib, itertools, math, os, random, sys, time
+# %% ../nbs/lib/12_experiments.ipynb #7dacdf5f
+import hashlib, itertools, math, os, random, sys, time, warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np, pandas as pd
+with warnings.catch_warnings():   # libraries ask for ipywidgets, which nothing here needs
+    warnings.simplefilter('ignore'); import tqdm.auto
 from tqdm import tqdm
 
 import compvl.benchmarks, compvl.evaluate, compvl.metrics, compvl.microworld, compvl.models
@@ -28,7 +29,7 @@ from .models import Model, create_model
 from .tables import Column, published_cells
 from .train import TrainConfig, train
 
-# %% ../nbs/lib/12_experiments.ipynb #18c830d5
+# %% ../nbs/lib/12_experiments.ipynb #f77b8367
 @dataclass(frozen=True)
 class Profile:
     """With what an experiment is done.
@@ -67,7 +68,8 @@ class Profile:
         length = f"{self.steps:,} steps" if self.steps else f"{self.epochs:g} epochs"
         return (f"Profile `{self.name}`: {self.model} from `{self.pretrained}`, finetuned for {length} of {self.batch_size} pairs on "
                 f"{f'{self.n_train:,} pairs of ' if self.n_train else ''}{'the microworld' if self.data == 'microworld' else 'COCO'}, {many}; "
-                f"{f'{self.n_items:,} items' if self.n_items else 'all items'} of each benchmark; intervals are 95 % bootstrap intervals of {self.n_boot:,} resamples.")
+                f"{f'{self.n_items:,} items' if self.n_items else 'all items'} of each benchmark; intervals are 95 % bootstrap intervals of {self.n_boot:,} resamples."
+                + (" It is far too little to mean anything, and shows only that everything runs." if self.name == 'smoke' else ''))
 
 PROFILES = {p.name: p for p in [
     Profile('smoke', n_train=128, steps=4, batch_size=32, warmup=1, n_items=60, n_retrieval=40, n_classification=60, n_boot=100),
@@ -209,7 +211,7 @@ def seed_bootstrap(parts: Sequence[np.ndarray], weights: Sequence[float] | None 
         boot += w*((picks*means).sum(1) if len(p) > 1 else means[:, 0])
     return float(sum(w*p.mean() for w, p in zip(weights, parts))), boot
 
-# %% ../nbs/lib/12_experiments.ipynb #a8d70a8e
+# %% ../nbs/lib/12_experiments.ipynb #53e75fb5
 @dataclass
 class Results:
     """Figures of rows on benchmarks.
@@ -224,6 +226,7 @@ class Results:
     missing: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     _outcomes: dict = field(default_factory=dict, repr=False)
+    _summary: pd.DataFrame | None = field(default=None, repr=False)
 
     @property
     def gaps(self) -> dict[str, str]:
@@ -250,13 +253,15 @@ class Results:
     def summary(self) -> pd.DataFrame:
         """One row a benchmark, group, method and metric: `value` is the mean over seeds, `lo` and `hi` the 95 % interval over items and seeds,
         `seed_lo` and `seed_hi` the range over the seeds' own figures."""
+        if self._summary is not None: return self._summary
         out = []
         for (method, benchmark, group, metric), t in self.table.groupby(['method', 'benchmark', 'group', 'metric'], sort=False):
             value, lo, hi = t.value.mean(), t.lo.iloc[0], t.hi.iloc[0]
             if len(t) > 1 and t.lo.notna().all():
                 lo, hi = np.quantile(seed_bootstrap(self.parts(method, benchmark, group, metric), n_boot=self.profile.n_boot)[1], [.025, .975])
             out.append((benchmark, group, method, metric, value, lo, hi, t.n.iloc[0], len(t), t.value.min(), t.value.max()))
-        return pd.DataFrame(out, columns=['benchmark', 'group', 'method', 'metric', 'value', 'lo', 'hi', 'n', 'seeds', 'seed_lo', 'seed_hi'])
+        self._summary = pd.DataFrame(out, columns=['benchmark', 'group', 'method', 'metric', 'value', 'lo', 'hi', 'n', 'seeds', 'seed_lo', 'seed_hi'])
+        return self._summary
 
     def difference(self, a: tuple, b: tuple) -> dict:
         """Figure `b` minus figure `a`, each (row key, benchmark, group, metric): `a`, `b`, `diff`, `lo`, `hi`, `p` (two-sided), `paired`.
@@ -272,7 +277,7 @@ class Results:
         mean = lambda parts: float(np.mean([p.mean() for p in parts]))
         return dict(a=mean(x), b=mean(y), diff=diff, lo=float(lo), hi=float(hi), p=float(p), paired=paired)
 
-# %% ../nbs/lib/12_experiments.ipynb #58b0f61a
+# %% ../nbs/lib/12_experiments.ipynb #765035f3
 TRIPLETS = ('replace-relations', 'replace-attributes', 'swap')
 STANDARD = ('retrieval', 'classification')
 
@@ -302,8 +307,8 @@ class _Parts:
 
     def load(self, config: str, names: Sequence[str]):
         "(figures, scores by benchmark), or None where they are not there or not readable."
-        try: return (pd.read_csv(self.folder/config/'figures.csv', keep_default_na=False, na_values=['']).fillna({'group': '', 'model': ''}),
-                     {n: pd.read_csv(self.folder/config/f'{n}.csv.gz').fillna({'group': ''}) for n in names})
+        read = lambda name: pd.read_csv(self.folder/config/name, dtype=dict.fromkeys(('id', 'group', 'config', 'commit'), str)).fillna({'group': ''})
+        try: return read('figures.csv'), {n: read(f'{n}.csv.gz') for n in names}
         except (OSError, EOFError, ValueError): return None
 
     def save(self, config: str, table: pd.DataFrame, scores: Mapping[str, pd.DataFrame]):
@@ -323,8 +328,10 @@ class _Screen:
         if self.handle is None: sys.stderr.write(text)
         elif text.strip(): self.handle.update({'text/plain': text.strip()}, raw=True)
     def flush(self): sys.stderr.flush()
+    def done(self, text):
+        if self.handle is not None: self.write(text)
 
-# %% ../nbs/lib/12_experiments.ipynb #de6566e9
+# %% ../nbs/lib/12_experiments.ipynb #a1b27c9a
 def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple[pd.DataFrame, dict]:
     "Tidy figures of chance, or of the oracle with its scores."
     if row.key == 'chance':
@@ -356,7 +363,7 @@ def _evaluated(row, seed, profile, benchmarks, ids, parts, runs, on_log) -> tupl
 def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, out, name: str, progress: bool = True) -> Results:
     """Figures of rows on benchmarks (by name), trained and evaluated where they are not there yet.
 
-    Writes `<out>/results/<name>.csv`, tidy, after each row, and `<name>.json` with profile, configs and environment; keeps parts in
+    Writes `<out>/results/<name>.csv`, tidy, after each row, `<name>_summary.csv` over the seeds, and `<name>.json` with profile, configs and environment; keeps parts in
     `<out>/results/parts`, training runs in `$COMPVL_RUNS`, or else in `<out>/runs`. Rows that are not yet trained are passed over. A row that
     fails is reported in `problems` while the others go on; a benchmark without its files, in `missing`.
     Bounds and pretrained rows have one seed."""
@@ -365,14 +372,15 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
     found, missing = load(benchmarks, profile)
     res, tables, ids = Results(profile, rows, found, pd.DataFrame(columns=COLUMNS), {}, missing), [], [_identity(b) for b in found]
     todo = [(r, s) for r in rows if r.source != 'not yet trained' for s in (profile.seeds if r.source == 'trained' else (0,))] if found else []
-    steps = profile.steps or 0
-    with tqdm(total=steps*sum(r.source == 'trained' for r, _ in todo) or None, unit='step', ncols=110, file=_Screen(), disable=not progress, leave=False) as bar:
+    steps, screen = profile.steps or 0, _Screen() if progress else None
+    with tqdm(total=steps*sum(r.source == 'trained' for r, _ in todo) or None, unit='step', ncols=110, file=screen, disable=not progress, leave=False) as bar:
         for k, (row, seed) in enumerate(todo, 1):
             if row.key in res.problems: continue
             bar.set_description(f"{name} {k}/{len(todo)}: {row.label}, seed {seed}")
             start = bar.n
             try: table, scores = _evaluated(row, seed, profile, found, ids, parts, runs, lambda r: bar.update())
             except Exception as e:
+                if row.source == 'bound' and isinstance(e, CompvlError): missing[row.key] = str(e); continue
                 res.problems[row.key] = str(e) if isinstance(e, CompvlError) else f'{type(e).__name__}: {e}'
                 continue
             finally:
@@ -381,11 +389,13 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
             if scores: res.scores.setdefault(row.key, {})[seed] = scores
             res.table = pd.concat([t for t in tables if len(t)], ignore_index=True)
             with atomic_write(out/'results'/f'{name}.csv') as tmp: res.table.to_csv(tmp, index=False)
+    if progress: screen.done(f"{name}: {len(todo) - len(res.problems)} of {len(todo)} models and bounds in {time.perf_counter() - t0:.0f} s")
     for key in res.problems: res.scores.pop(key, None)
     res.table = res.table[~res.table.method.isin(res.problems)].reset_index(drop=True)
     write_json(out/'results'/f'{name}.json', dict(profile=profile, benchmarks={b.name: dict(n=len(b), source=b.source, fidelity=b.fidelity, items=i) for b, i in zip(found, ids)},
         rows=[dict(method=m, seed=int(s), config=c) for m, s, c in res.table[['method', 'seed', 'config']].drop_duplicates().itertuples(index=False)],
         problems=res.problems, missing=missing, environment=environment(), seconds=round(time.perf_counter() - t0, 1)))
+    with atomic_write(out/'results'/f'{name}_summary.csv') as tmp: res.summary().to_csv(tmp, index=False)
     return res
 
 # %% ../nbs/lib/12_experiments.ipynb #ab44f5e3
@@ -434,7 +444,7 @@ def findings(judged: pd.DataFrame, unit: str = 'points', decimals: int = 1) -> s
                      f"- {r.claim}: {f(r.a)} → {f(r.b)}, a change of {f(r.difference, '+')} {unit} [{f(r.lo, '+')}, {f(r.hi, '+')}]{paper}: **{r.verdict}**.")
     return '\n'.join(lines)
 
-# %% ../nbs/lib/12_experiments.ipynb #356b629f
+# %% ../nbs/lib/12_experiments.ipynb #dbf71aff
 def comparisons(res: Results, pairs: Iterable[tuple[str, str]], columns: Iterable[Column]) -> pd.DataFrame:
     "Paired differences: a row a pair (b − a) and figure, with `a`, `b`, `diff`, `lo`, `hi`, `p`; pairs with a row that is not there are left out."
     out = []
@@ -443,7 +453,7 @@ def comparisons(res: Results, pairs: Iterable[tuple[str, str]], columns: Iterabl
             try: d = res.difference((a, c.benchmark, c.group, c.metric), (b, c.benchmark, c.group, c.metric))
             except KeyError: continue
             out.append({'pair': f'{ROWS[b].label} − {ROWS[a].label}', 'benchmark': c.benchmark, 'metric': c.metric} | {k: d[k] for k in ('a', 'b', 'diff', 'lo', 'hi', 'p')})
-    return pd.DataFrame(out)
+    return pd.DataFrame(out, columns=['pair', 'benchmark', 'metric', 'a', 'b', 'diff', 'lo', 'hi', 'p'])
 
 # %% ../nbs/lib/12_experiments.ipynb #f9c71cbb
 @dataclass(frozen=True)

@@ -4,25 +4,29 @@
 
 # %% auto #0
 __all__ = ['BLACK', 'ORANGE', 'SKY', 'GREEN', 'YELLOW', 'BLUE', 'VERMILLION', 'PURPLE', 'STYLE', 'TEXTS', 'style', 'look',
-           'save_figure', 'place_labels', 'short', 'front', 'score_shift', 'split_bars', 'order', 'draw_examples']
+           'Saved', 'save_figure', 'place_labels', 'short', 'front', 'score_shift', 'split_bars', 'order',
+           'draw_examples']
 
-# %% ../nbs/lib/11_plots.ipynb #fe062541
-import textwrap
+# %% ../nbs/lib/11_plots.ipynb #3350cf3c
+import base64, textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 from pathlib import Path
 
 import matplotlib.pyplot as plt, numpy as np, pandas as pd, seaborn as sns
+from matplotlib.colors import to_rgba
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 
 from .benchmarks import open_image
 from .core import atomic_write
 from .tables import METRIC_TITLES, published_cells
 
-# %% ../nbs/lib/11_plots.ipynb #c6048f89
+# %% ../nbs/lib/11_plots.ipynb #a8aec5d5
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = '#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7'
 STYLE = {'clip': (BLACK, 'o'), 'clip-coco': ('#888888', 's'), 'hn': (VERMILLION, '^'), 'hp+hn': (BLUE, 'D'), 'swap-only': (SKY, 'v'), 'replace-only': (GREEN, 'P'),
-         'hp+0hn': ('#d9b8ea', 'X'), 'hp+0.25hn': ('#bb86d6', 'X'), 'hp+0.5hn': ('#9455bb', 'X'), 'hp+0.75hn': ('#682b8c', 'X')}
+         'hp+0hn': ('#bd93d8', 'X'), 'hp+0.25hn': ('#9c69c2', 'X'), 'hp+0.5hn': ('#7b45a5', 'X'), 'hp+0.75hn': ('#52227b', 'X')}
 TEXTS = {'c': ('caption', GREEN, 'o'), 'n': ('hard negative', VERMILLION, 'X'), 'p': ('hard positive', BLUE, 'D')}   # markers of s(c), s(c_n), s(c_p)
 
 @contextmanager
@@ -35,21 +39,30 @@ def look(key: str, k: int = 0) -> tuple[str, str]:
     "Colour and marker of a row."
     return STYLE.get(key) or ((ORANGE, PURPLE, YELLOW)[k % 3], '<>ph*'[k % 5])
 
-def save_figure(fig, out, name: str):
-    "Write `<out>/figures/<name>.png` and `.svg`, each atomically; closes the figure and returns it, for a notebook to show."
-    for kind, kw in dict(png={}, svg=dict(metadata={'Date': None})).items():
-        with style(), atomic_write(Path(out)/'figures'/f'{name}.{kind}') as tmp: fig.savefig(tmp, format=kind, bbox_inches='tight', **kw)
-    plt.close(fig)
-    return fig
+class Saved(NamedTuple):
+    "Files of a figure; a notebook shows the PNG."
+    png: Path
+    svg: Path
+    width: int
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {'image/png': base64.b64encode(self.png.read_bytes()).decode(), 'text/plain': f'<figure {self.png.name}>'}, {'image/png': {'width': self.width}}
 
-# %% ../nbs/lib/11_plots.ipynb #44699017
+def save_figure(fig, out, name: str) -> Saved:
+    "Write `<out>/figures/<name>.png` and `.svg`, each atomically, and close the figure. Returns what a notebook can show."
+    files = {k: Path(out)/'figures'/f'{name}.{k}' for k in ('png', 'svg')}
+    for kind, kw in dict(png={}, svg=dict(metadata={'Date': None})).items():
+        with style(), atomic_write(files[kind]) as tmp: fig.savefig(tmp, format=kind, bbox_inches='tight', **kw)
+    plt.close(fig)
+    return Saved(**files, width=round(80*fig.get_figwidth()))
+
+# %% ../nbs/lib/11_plots.ipynb #c3f26b93
 def place_labels(ax, xs, ys, labels, colors, avoid=(), size=8):
     """Write `labels` beside the points (xs, ys) of `ax`, off the points, off those of `avoid` ([n, 2], in data), and off each other; those that
     end up far from their point get a thin line."""
     fig = ax.figure; fig.canvas.draw()
     unit, box = fig.dpi/72, ax.get_window_extent()
     points = ax.transData.transform(np.concatenate([np.column_stack([xs, ys]), np.reshape(np.array(avoid, dtype=float), (-1, 2))]))
-    taken = [(x-s*unit, y-s*unit, x+s*unit, y+s*unit) for (x, y), s in zip(points, [4.5]*len(xs) + [2.5]*len(points))]
+    taken = [(x-s*unit, y-s*unit, x+s*unit, y+s*unit) for (x, y), s in zip(points, [4.5]*len(xs) + [3.5]*len(points))]
     overlap = lambda a, b: max(0, min(a[2], b[2])-max(a[0], b[0]))*max(0, min(a[3], b[3])-max(a[1], b[1]))
     for (px, py), at, label, color in zip(points, zip(xs, ys), labels, colors):
         t = ax.text(0, 0, label, fontsize=size, color=color)
@@ -66,10 +79,10 @@ def place_labels(ax, xs, ys, labels, colors, avoid=(), size=8):
         _, r, spot = best
         taken.append(spot)
         middle = fig.transFigure.inverted().transform(((spot[0]+spot[2])/2, (spot[1]+spot[3])/2))
-        ax.annotate(label, at, middle, textcoords='figure fraction', fontsize=size, color=color, ha='center', va='center',
+        ax.annotate(label, at, middle, textcoords='figure fraction', fontsize=size, color=color, ha='center', va='center', zorder=5, path_effects=[withStroke(linewidth=2, foreground='white')],
                     arrowprops=dict(arrowstyle='-', color=color, lw=.5, shrinkA=0, shrinkB=4) if r > 14 else None)
 
-# %% ../nbs/lib/11_plots.ipynb #ce71a9ee
+# %% ../nbs/lib/11_plots.ipynb #b5f59c38
 _SHORT = {'CLIP ViT-B/32': 'CLIP', 'Our HP+HN (Swap-only)': 'Swap-only', 'Our HP+HN (Replace-only)': 'Replace-only'}
 def short(label: str) -> str:
     "A row's label as figures have it."
@@ -94,7 +107,7 @@ def front(summary: pd.DataFrame, rows: Sequence, names: Sequence[str] = ('hard_p
                 color, marker = look(r.key, k)
                 a, b = (_cell(summary, r.key, name, group, m) for m in (x, 'brittleness'))
                 if a is not None and b is not None:
-                    ax.errorbar(a.value, b.value, xerr=_err(a), yerr=_err(b), fmt=marker, color=color, ms=7, elinewidth=.8, capsize=0, zorder=3)
+                    ax.errorbar(a.value, b.value, xerr=_err(a), yerr=_err(b), fmt=marker, color=color, ecolor=to_rgba(color, .4), ms=7, elinewidth=1, zorder=3)
                     pts.append((a.value, b.value, short(r.label), color))
                     bars += [(a.value + t*(e - a.value), b.value) for e in (a.lo, a.hi) for t in (.5, 1)] + [(a.value, b.value + t*(e - b.value)) for e in (b.lo, b.hi) for t in (.5, 1)]
                     if r.key in path: line[False].append((path.index(r.key), a.value, b.value))
@@ -114,7 +127,7 @@ def front(summary: pd.DataFrame, rows: Sequence, names: Sequence[str] = ('hard_p
             if pts: place_labels(ax, *zip(*pts), avoid)
     return fig
 
-# %% ../nbs/lib/11_plots.ipynb #3a6f4947
+# %% ../nbs/lib/11_plots.ipynb #7d08c7e5
 def score_shift(summary: pd.DataFrame, rows: Sequence, measured: str = 'microworld'):
     "Mean scores of caption, hard negative and hard positive by row, on REPLACE and SWAP. Returns the figure."
     with style():
@@ -127,13 +140,13 @@ def score_shift(summary: pd.DataFrame, rows: Sequence, measured: str = 'microwor
                 ax.plot([min(c.value for c in cells.values()), max(c.value for c in cells.values())], [y, y], color='#cccccc', lw=2, zorder=1)
                 for (k, c), dy in zip(cells.items(), (-.16, 0, .16)):
                     _, color, marker = TEXTS[k]
-                    ax.errorbar(c.value, y + dy, xerr=_err(c), fmt=marker, color=color, ms=6, elinewidth=.8, zorder=2)
+                    ax.errorbar(c.value, y + dy, xerr=_err(c), fmt=marker, color=color, ecolor=to_rgba(color, .4), ms=6, elinewidth=1, zorder=2)
             ax.set(title=title, xlabel='mean score (cosine)'); ax.grid(axis='x', color='#eeeeee', lw=.8); ax.set_axisbelow(True)
-        axes[0, 0].set_yticks(range(len(have)), [short(r.label) for r in have]); axes[0, 0].set_ylim(len(have) - .5, -.5)
+        axes[0, 0].set_yticks(range(len(have)), [short(r.label) for r in have]); axes[0, 0].set_ylim(max(1, len(have)) - .5, -.5)
         fig.legend(handles=[Line2D([], [], marker=m, ls='', color=c, label=n) for n, c, m in TEXTS.values()], loc='outside upper right', ncols=3, title=f'{measured} (measured)', alignment='right')
     return fig
 
-# %% ../nbs/lib/11_plots.ipynb #eec25010
+# %% ../nbs/lib/11_plots.ipynb #3fd7e72a
 def split_bars(summary: pd.DataFrame, rows: Sequence, measured: str = 'microworld'):
     "Original accuracy, augmented accuracy and brittleness on REPLACE's relations and attributes by row, with chance. Returns the figure."
     from compvl.metrics import CHANCE
@@ -148,7 +161,7 @@ def split_bars(summary: pd.DataFrame, rows: Sequence, measured: str = 'microworl
                     if c is not None: ax.barh(y + dy, c.value, .36, color=color, xerr=_err(c), error_kw=dict(elinewidth=.8, ecolor='#333333'))
             ax.axvline(CHANCE[m], color='#555555', lw=1, ls=':')
             ax.set(title=METRIC_TITLES[m], xlabel='%', xlim=(0, 100))
-        axes[0, 0].set_yticks(range(len(have)), [short(r.label) for r in have]); axes[0, 0].set_ylim(len(have) - .5, -.5)
+        axes[0, 0].set_yticks(range(len(have)), [short(r.label) for r in have]); axes[0, 0].set_ylim(max(1, len(have)) - .5, -.5)
         fig.legend(handles=[*(plt.Rectangle((0, 0), 1, 1, color=c, label=p) for p, c in parts.items()), Line2D([], [], color='#555555', ls=':', label='chance')], loc='outside upper right', ncols=3, title=f'{measured} (measured)', alignment='right')
     return fig
 

@@ -7,10 +7,31 @@ import time
 
 import pytest
 
+from compvl import cli
+
 
 def compvl(*args, **env):
     return subprocess.run([sys.executable, "-m", "compvl.cli", *map(str, args)], capture_output=True, text=True,
                           env=os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | env)
+
+
+@pytest.fixture
+def inside(monkeypatch, capsys, tmp_path):
+    """`compvl` without a process of its own, for the many cases: exit status, stdout, stderr."""
+    monkeypatch.setenv("COMPVL_RUNS", str(tmp_path / "runs"))
+    monkeypatch.delenv("COMPVL_DEBUG", raising=False)
+
+    def go(*args):
+        monkeypatch.setattr(sys, "argv", ["compvl", *map(str, args)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as e:
+            status = e.code or 0
+        out = capsys.readouterr()
+        return status, out.out, out.err
+    return go
 
 
 @pytest.mark.parametrize("command", ["reproduce", "evaluate", "train", "bench"])
@@ -41,34 +62,35 @@ def test_help_is_quick():
     (["train", "--data", "coco"], ["--train-captions"]),
     (["bench", "no-such"], ["no-such", "evaluate-engine"]),
 ])
-def test_mistakes_get_one_sentence(tmp_path, args, says):
-    """Status 2, no traceback, nothing on stdout, a message that names the mistake and what is known."""
+def test_mistakes_get_one_sentence(tmp_path, inside, args, says):
+    """Status 2, nothing on stdout, a message that names the mistake and what is known."""
     if args[0] == "reproduce":
         args = [*args, "--out", tmp_path / "out"]
-    done = compvl(*args, COMPVL_RUNS=str(tmp_path / "runs"))
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and not done.stdout
-    message = done.stderr.strip().splitlines()[-1]
-    assert message.startswith("compvl: ") and all(s in message for s in says), done.stderr
+    status, out, err = inside(*args)
+    assert status == 2 and not out, err
+    message = err.strip().splitlines()[-1]
+    assert message.startswith("compvl: ") and all(s in message for s in says), err
     assert not (tmp_path / "out").exists()
 
 
-def test_debug_shows_the_traceback():
-    done = compvl("evaluate", "--benchmark", "no-such", COMPVL_DEBUG="1")
-    assert done.returncode not in (0, 2) and "Traceback" in done.stderr
+def test_traceback_only_for_debugging():
+    mistake = ["train", "--config", "no-such.json"]
+    plain, debug = compvl(*mistake), compvl(*mistake, COMPVL_DEBUG="1")
+    assert plain.returncode == 2 and "Traceback" not in plain.stderr and "no-such.json" in plain.stderr
+    assert debug.returncode not in (0, 2) and "Traceback" in debug.stderr
 
 
-def test_unknown_option_is_refused():
-    assert compvl("evaluate", "--benchmrak", "swap").returncode == 2
+def test_unknown_option_is_refused(inside):
+    assert inside("evaluate", "--benchmrak", "swap")[0] == 2
 
 
-def test_train_then_evaluate(tmp_path):
+def test_train_then_evaluate(tmp_path, inside):
     """A few steps from random weights; the run is found again; its folder is what evaluate takes; outputs are JSON and CSV."""
     options = ["train", "--method", "hp+hn", "--steps", "2", "--batch-size", "8", "--n-train", "32", "--set", "pretrained=null",
                "--set", "precision=fp32", "--runs", tmp_path / "runs", "--json"]
-    first, again = compvl(*options), compvl(*options)
-    assert first.returncode == again.returncode == 0, first.stderr
-    first, again = json.loads(first.stdout), json.loads(again.stdout)
+    (status, out, err), again = inside(*options), inside(*options)
+    assert status == again[0] == 0, err
+    first, again = json.loads(out), json.loads(again[1])
     assert first == again and first["config"]["method"] == "hp+hn" and first["last"]["step"] == 2
 
     done = compvl("evaluate", "--pretrained", first["folder"], "--benchmark", "replace,swap", "--n", "20", "--device", "cpu",
@@ -80,18 +102,23 @@ def test_train_then_evaluate(tmp_path):
     assert (tmp_path / "t.csv").read_text().startswith("benchmark,group,")
 
 
-def test_set_overrides_options_and_options_override_config(tmp_path):
+def test_set_overrides_options_and_options_override_config(tmp_path, inside):
     config = tmp_path / "config.json"
     config.write_text('{"steps": 1, "batch_size": 16, "lr": 0.5, "n_train": 32, "pretrained": null, "precision": "fp32"}')
-    done = compvl("train", "--config", config, "--batch-size", "8", "--lr", "0.25", "--set", "lr=1e-4", "--runs", tmp_path / "runs", "--json")
-    assert done.returncode == 0, done.stderr
-    cfg = json.loads(done.stdout)["config"]
+    status, out, err = inside("train", "--config", config, "--batch-size", "8", "--lr", "0.25", "--set", "lr=1e-4", "--json")
+    assert status == 0, err
+    cfg = json.loads(out)["config"]
     assert (cfg["steps"], cfg["batch_size"], cfg["lr"]) == (1, 8, 1e-4)
 
 
-def test_bench_writes_its_figures(tmp_path):
-    done = compvl("bench", "step", "--set", "batch_size=8", "--set", "steps=1", "--json", tmp_path / "b.json")
-    assert done.returncode in (0, 1) and "times as fast" in done.stdout, done.stderr
+@pytest.mark.parametrize("required, exit_status", [(1.5, 0), (3, 1)])
+def test_bench_writes_its_figures_and_keeps_to_its_mark(tmp_path, inside, monkeypatch, required, exit_status):
+    from compvl.bench import BENCHES
+
+    def program(n=1):
+        return dict(what="a stand-in", rows=[dict(way="plain", seconds=2.0 * n), dict(way="ours", seconds=1.0 * n)], ratio=2.0, difference=0.0, required=required)
+    monkeypatch.setitem(BENCHES, "stand-in", program)
+    status, out, err = inside("bench", "stand-in", "--set", "n=3", "--json", tmp_path / "b.json")
+    assert status == exit_status and "times as fast" in out, err
     figures = json.loads((tmp_path / "b.json").read_text())
-    assert figures["ratio"] > 0 and figures["options"]["batch_size"] == 8 and figures["environment"]["torch"]
-    assert done.returncode == (0 if figures.get("met", True) else 1)
+    assert figures["rows"][0]["seconds"] == 6 and figures["options"] == {"n": 3} and figures["environment"]["torch"]

@@ -1,0 +1,126 @@
+"""Experiments as processes meet them: results that were interrupted or damaged, released files, notebooks under papermill."""
+import dataclasses, json, os, shutil, subprocess, sys
+from pathlib import Path
+
+import pandas as pd, pytest, torch
+from PIL import Image
+
+from compvl.core import CompvlError, notebooks_dir
+from compvl.experiments import PROFILES, ROWS, TABLE1, TRIPLETS, get_profile, results, rows
+from compvl.models import create_model
+
+STEPS = dict(n_train=16, steps=2, batch_size=8, n_items=12, n_retrieval=6, n_classification=6, n_boot=30)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    "Random weights that stand in for the shipped base."
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("start")/"start.safetensors"
+    create_model(device="cpu").save(path)
+    return str(path)
+
+
+@pytest.fixture
+def tiny(start):
+    return dataclasses.replace(PROFILES["smoke"], pretrained=start, **STEPS)
+
+
+def figures(res):
+    return res.table.drop(columns="commit").set_index(["method", "seed", "benchmark", "group", "metric"])[["value", "lo", "hi", "n"]].astype(float).sort_index()
+
+
+def test_damaged_parts_are_made_again(tiny, tmp_path):
+    first = results(rows("clip", "hn"), TRIPLETS, tiny, tmp_path, "x", progress=False)
+    parts = sorted((tmp_path/"results/parts").iterdir())
+    assert len(parts) == 2
+    cut = parts[0]/"swap.csv.gz"
+    cut.write_bytes(cut.read_bytes()[:40])
+    (parts[1]/"figures.csv").unlink()
+    again = results(rows("clip", "hn"), TRIPLETS, tiny, tmp_path, "x", progress=False)
+    pd.testing.assert_frame_equal(figures(first), figures(again))
+    assert pd.read_csv(cut).shape[0] == STEPS["n_items"] and (parts[1]/"figures.csv").exists()
+
+
+def test_other_settings_are_other_results(tiny, tmp_path):
+    def configs(profile): return set(results(rows("clip"), ["swap"], profile, tmp_path, "x", progress=False).table.config)
+    torch.manual_seed(1)
+    create_model(device="cpu").save(tmp_path/"other.safetensors")
+    variants = [tiny, dataclasses.replace(tiny, n_boot=31), dataclasses.replace(tiny, n_items=13), dataclasses.replace(tiny, pretrained=str(tmp_path/"other.safetensors"))]
+    assert len(set.union(*map(configs, variants))) == len(variants)
+    assert configs(dataclasses.replace(tiny, lr=1.)) == configs(tiny)   # what a pretrained row does not depend on
+
+
+def test_what_stopped_half_way_is_taken_up(tiny, tmp_path, monkeypatch):
+    import compvl.experiments as experiments
+    whole, seen = experiments.train, []
+
+    def stops(cfg, **kw):
+        seen.append(cfg.method)
+        if len(seen) == 2: raise KeyboardInterrupt
+        return whole(cfg, **kw)
+
+    monkeypatch.setattr(experiments, "train", stops)
+    with pytest.raises(KeyboardInterrupt): results(rows("clip", "hn", "hp+hn"), TRIPLETS, tiny, tmp_path, "x", progress=False)
+    kept = pd.read_csv(tmp_path/"results/x.csv")
+    assert set(kept.method) == {"clip", "hn"}
+    monkeypatch.setattr(experiments, "train", whole)
+    res = results(rows("clip", "hn", "hp+hn"), TRIPLETS, tiny, tmp_path, "x", progress=False)
+    assert set(res.table.method) == {"clip", "hn", "hp+hn"} and len(list((tmp_path/"runs").iterdir())) == 2
+
+
+def released(root: Path) -> Path:
+    "A data root with a few drawn pictures and texts in the released formats."
+    texts = [("cat in box", "cat out of box", "cat within box"), ("dog under chair", "dog above chair", "dog beneath chair")]
+    colors = [("red car", "blue car", "crimson car"), ("white dog", "black dog", "ivory dog")]
+    for target, items in dict(relations=texts, attributes=colors).items():
+        for part, k in dict(original=0, hard_positive=2).items():
+            path = root/f"hard_positives/{part}/vl_checklist_{target}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([dict(image_id=str(i), true_caption=t[k], false_caption=t[1], image_path=f"VG_100K/{i}.jpg") for i, t in enumerate(items)]))
+    (root/"aro").mkdir()
+    (root/"aro/visual_genome_attribution.json").write_text(json.dumps([dict(image_path="0.jpg", true_caption="the red car and the white dog",
+        false_caption="the white car and the red dog", bbox_x=0, bbox_y=0, bbox_w=20, bbox_h=20, attributes=["red", "white"], obj1_name="car", obj2_name="dog")]))
+    for folder, names in {"VG_100K": ["0.jpg", "1.jpg"], "coco/train2014": [f"{i}.jpg" for i in range(4)]}.items():
+        (root/folder).mkdir(parents=True)
+        for i, name in enumerate(names): Image.new("RGB", (40, 30), (60*i, 90, 200 - 50*i)).save(root/folder/name)
+    (root/"coco/annotations").mkdir()
+    captions = [dict(id=i, image_id=i % 4, caption=f"a picture of {'red green blue white'.split()[i % 4]} number {i}") for i in range(16)]
+    (root/"coco/annotations/captions_train2014.json").write_text(json.dumps(dict(images=[dict(id=i, file_name=f"{i}.jpg") for i in range(4)], annotations=captions)))
+    for side, folder in dict(hp="hard_positives_ft", hn="hard_negatives_ft").items():
+        (root/folder).mkdir()
+        for kind in ("swap", "replace"):
+            (root/folder/f"{kind}_{side}.jsonl").write_text("".join(json.dumps("None" if kind == "swap" and i % 2 else f"{side} {kind} {c['caption']}") + "\n" for i, c in enumerate(captions)))
+    return root
+
+
+def test_the_paper_profile_on_files_in_the_released_formats(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("COMPVL_CACHE", str(tmp_path/"cache"))
+    profile = dataclasses.replace(get_profile("paper", released(tmp_path/"data")), model="micro-clip", pretrained=start, epochs=1, batch_size=8, warmup=1, precision="fp32", n_boot=30)
+    res = results(rows("clip", "hn", "hp+hn", "swap-only", "human"), [*TRIPLETS, "retrieval"], profile, tmp_path/"out", "paper", progress=False)
+    assert not res.problems and set(res.table.method) == {"clip", "hn", "hp+hn", "swap-only"}
+    assert "microworld" in res.missing["retrieval"] and "published estimate" in res.missing["human"]
+    n = res.table[(res.table.metric == "orig_acc") & (res.table.method == "hn")].set_index(["benchmark", "group"]).n
+    assert n["replace", "macro"] == 4 and n["swap", "all"] == 1
+    shutil.rmtree(tmp_path/"data/hard_negatives_ft")
+    again = results(rows("clip", "hn"), TRIPLETS, profile, tmp_path/"out", "paper", progress=False)
+    assert set(again.table.method) == {"clip"} and "replace_hn.jsonl" in again.problems["hn"]
+    with pytest.raises(CompvlError, match="1 of 2 rows failed"): again.check()
+
+
+def test_a_failing_benchmark_file_says_what_is_needed(tiny, tmp_path):
+    (tmp_path/"aro").mkdir()
+    (tmp_path/"aro/visual_genome_attribution.json").write_text("[{]")
+    res = results(TABLE1, TRIPLETS, dataclasses.replace(tiny, root=str(tmp_path)), tmp_path/"out", "x", progress=False)
+    assert "visual_genome_attribution.json:1" in res.gaps["swap"] and "hard_positives" in res.gaps["replace"]
+
+
+@pytest.mark.parametrize("notebook", ["01_brittleness", "02_ratio_ablation"])
+def test_a_paper_notebook_runs_to_its_end_without_any_files(notebook, tmp_path):
+    pytest.importorskip("papermill")
+    (tmp_path/"empty").mkdir()
+    command = [sys.executable, "-m", "papermill", notebooks_dir()/f"{notebook}.ipynb", "out.ipynb", "-p", "profile", "paper", "-p", "data_root", tmp_path/"empty", "--no-progress-bar"]
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, env={k: v for k, v in os.environ.items() if k != "COMPVL_RUNS"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    table = next((tmp_path/"reproduction/tables").glob("*_table[13].md")).read_text()
+    assert "no data" in table and "visual_genome_attribution.json" in table and ROWS["hn"].label in table and "73.9" in table
