@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'TABLE3', 'TRIPLETS', 'STANDARD', 'Profile', 'get_profile', 'Row', 'rows',
-           'train_config', 'row_model', 'chance', 'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'results',
-           'Claim', 'change', 'verdict', 'judge', 'findings', 'comparisons', 'Example', 'examples']
+           'train_config', 'row_model', 'base_config', 'ship_base', 'base_record', 'chance', 'oracle_scores',
+           'seed_bootstrap', 'Results', 'load', 'results', 'Claim', 'change', 'verdict', 'judge', 'findings',
+           'comparisons', 'Example', 'examples']
 
-# %% ../nbs/lib/12_experiments.ipynb #7dacdf5f
-import hashlib, itertools, math, os, random, sys, time, warnings
+# %% ../nbs/lib/12_experiments.ipynb #a8ec2d77
+import hashlib, itertools, math, os, random, shutil, sys, time, warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -21,15 +22,15 @@ from tqdm import tqdm
 
 import compvl.benchmarks, compvl.evaluate, compvl.metrics, compvl.microworld, compvl.models
 from .benchmarks import Benchmark, image_key, load_benchmark
-from .core import CompvlError, atomic_write, config_hash, environment, git_commit, pick, write_json
+from .core import CompvlError, atomic_write, config_hash, data_dir, environment, git_commit, pick, read_json, write_json
 from .evaluate import AVERAGES, COLUMNS, TASKS, Embedder, evaluate, task_of
 from .metrics import bootstrap, figures, triplet_metrics
 from .microworld import Scene, truth
 from .models import Model, create_model
 from .tables import Column, published_cells
-from .train import TrainConfig, train
+from .train import Run, TrainConfig, train
 
-# %% ../nbs/lib/12_experiments.ipynb #f77b8367
+# %% ../nbs/lib/12_experiments.ipynb #7b887ff3
 @dataclass(frozen=True)
 class Profile:
     """With what an experiment is done.
@@ -37,7 +38,8 @@ class Profile:
     `model`, `pretrained`: where every row starts (`compvl.models.create_model`). `data`: 'microworld', or 'coco' with the files below `root`.
     `n_train`: training items; `steps` or `epochs`, `batch_size`, `lr`, `warmup`, `weight_decay`, `precision`: of every training run.
     `n_items`: items of each triplet benchmark (None: all); `n_retrieval`, `n_classification`: items of these; `n_boot`: resamples of the
-    intervals; `seeds`: of the training runs."""
+    intervals; `seeds`: of the training runs. `n_pretrain`, `pretrain_steps`: pairs and steps from which the microworld's base is made, None
+    where the start is somebody else's."""
     name: str
     model: str = 'micro-clip'
     pretrained: str | None = 'base'
@@ -56,6 +58,8 @@ class Profile:
     n_classification: int = 1000
     n_boot: int = 1000
     seeds: tuple[int, ...] = (0,)
+    n_pretrain: int | None = 60_000
+    pretrain_steps: int | None = 1600
 
     @property
     def measured(self) -> str:
@@ -72,11 +76,11 @@ class Profile:
                 + (" It is far too little to mean anything, and shows only that everything runs." if self.name == 'smoke' else ''))
 
 PROFILES = {p.name: p for p in [
-    Profile('smoke', n_train=128, steps=4, batch_size=32, warmup=1, n_items=60, n_retrieval=40, n_classification=60, n_boot=100),
+    Profile('smoke', n_train=128, steps=4, batch_size=32, warmup=1, n_items=60, n_retrieval=40, n_classification=60, n_boot=100, n_pretrain=256, pretrain_steps=4),
     Profile('micro'),
     Profile('micro-full', n_train=100_000, steps=1500, warmup=100, n_items=2000, n_classification=2000, n_boot=2000, seeds=(0, 1, 2, 3, 4)),
     # the recipe of NegCLIP's published command: HP states five epochs, and neither its rate nor its schedule
-    Profile('paper', 'ViT-B-32-quickgelu', 'openai', 'coco', n_train=None, steps=None, epochs=5, batch_size=256, lr=1e-6, warmup=50, precision='bf16', n_items=None)]}
+    Profile('paper', 'ViT-B-32-quickgelu', 'openai', 'coco', n_train=None, steps=None, epochs=5, batch_size=256, lr=1e-6, warmup=50, precision='bf16', n_items=None, n_pretrain=None, pretrain_steps=None)]}
 
 # %% ../nbs/lib/12_experiments.ipynb #7aee5e8d
 PAPER_FILES = dict(
@@ -166,6 +170,25 @@ def row_model(row: Row, profile: Profile, seed: int = 0, runs=None, on_log: Call
     "The model of a row: the profile's start itself, or the finished training run, which is made, resumed or reused. `runs`: folder of runs."
     if row.source == 'pretrained': return create_model(profile.model, profile.pretrained)
     return train(train_config(row, profile, seed), runs=runs, progress=False, on_log=on_log).model
+
+# %% ../nbs/lib/12_experiments.ipynb #9ff69726
+def base_config(profile: Profile) -> TrainConfig:
+    "Config of the pretraining run behind `pretrained='base'`. Raises CompvlError for a profile that starts from weights made elsewhere."
+    if not profile.pretrain_steps: raise CompvlError(f"the profile {profile.name} starts from {profile.model} '{profile.pretrained}', which was not made here: choose smoke, micro or micro-full")
+    return TrainConfig('clip-ft', model='micro-clip', pretrained=None, data='pretrain', n_train=profile.n_pretrain, steps=profile.pretrain_steps, batch_size=128, lr=1e-3,
+                       warmup=min(150, profile.pretrain_steps//4), weight_decay=.1, betas=(.9, .98), precision='fp32')
+
+def ship_base(run: Run, folder: Path | None = None):
+    "Make `run` the base that compvl ships: weights in float16 under `<folder>/microworld`, its record under `<folder>/results/base`; default `data_dir()`."
+    folder = Path(folder or data_dir())
+    run.model.save(folder/'microworld'/'base.safetensors', half=True, run=run.folder.name, commit=read_json(run.folder/'environment.json')['commit'])
+    for name in ('config.json', 'environment.json', 'metrics.csv'):
+        with atomic_write(folder/'results'/'base'/name) as tmp: shutil.copyfile(run.folder/name, tmp)
+
+def base_record() -> tuple[dict, dict, pd.DataFrame]:
+    "Config, environment and metrics by step of the run that made the shipped base."
+    f = data_dir()/'results'/'base'
+    return read_json(f/'config.json'), read_json(f/'environment.json'), pd.read_csv(f/'metrics.csv')
 
 # %% ../nbs/lib/12_experiments.ipynb #8cfb2fa6
 def chance(benchmark: Benchmark) -> dict[str, float]:

@@ -226,7 +226,7 @@ class _Metrics:
         w.writerows(rows)
         with open(self.path, 'a') as f: f.write(text.getvalue())
 
-# %% ../nbs/lib/06_train.ipynb #73f5ecd4
+# %% ../nbs/lib/06_train.ipynb #d6742f36
 def _accelerator(cfg):
     AcceleratorState._reset_state()   # a second run in this process may have another precision
     return Accelerator(mixed_precision={'fp32': 'no'}.get(cfg.precision, cfg.precision), gradient_accumulation_steps=cfg.grad_accum)
@@ -249,7 +249,7 @@ def train(cfg: TrainConfig, runs=None, resume: bool = True, progress: bool = Tru
     `runs`: folder of run folders, default `runs_dir()`; the run's is `<method>-<hash>` with config.json, environment.json, metrics.csv,
     weights.safetensors (float32), DONE, and checkpoint/ while it is under way. `resume=False` starts over. `data`, `model`: objects to use
     instead of what the config names; the model is copied. `on_log`: called with each logged row. Resuming gives bit for bit what an uninterrupted run
-    gives on the same machine. Under `accelerate launch` the processes share each batch; the losses are those of the whole batch.
+    gives on the same machine. Under `accelerate launch` (on CPUs: `torchrun`) the processes share each batch; the losses are those of the whole batch.
     Raises `CompvlError` for what the config, the data or the weights lack, and for a loss that is not finite; checkpoints are kept."""
     cfg = cfg.resolved()
     acc = _accelerator(cfg)

@@ -1,0 +1,38 @@
+"""Keep a reproduction as the project's committed results:  python scripts/keep.py [reproduction]
+
+Copies its tidy results to data/results/<profile>/ and its figures to figures/, and renders README.md, whose tables come
+from there. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
+"""
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from readme import ROOT, render
+
+
+def keep(out: Path):
+    """Copy what `out` holds, after checking that all of it was made at one commit, by one profile."""
+    kept = sorted((out / "results").glob("*.json"))
+    runs = [json.loads(p.read_text(encoding="utf-8")) for p in kept]
+    profiles = {r["profile"]["name"] for r in runs}
+    commits = {r["environment"]["commit"] for r in runs}
+    if len(profiles) != 1 or len(commits) != 1 or any("dirty" in c or c == "unknown" for c in commits):
+        raise SystemExit(f"{out}: expected results of one profile at one clean commit, found profiles {sorted(profiles)} at commits {sorted(commits)}: commit, and reproduce with --force.")
+    if problems := {k: v for r in runs for k, v in r["problems"].items()}:
+        raise SystemExit(f"{out}: rows failed: {problems}")
+    folder = ROOT / "data/results" / profiles.pop()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    tables = [p for p in sorted((out / "tables").glob("*.csv")) if p.stem.rsplit("_", 1)[-1] in ("findings", "transfer", "pairs", "steps", "regime")]
+    for path in [*kept, *sorted((out / "results").glob("*.csv")), *tables]:
+        shutil.copy(path, folder)
+    figures = [p for p in sorted((out / "figures").iterdir()) if p.suffix in (".png", ".svg")]
+    for path in figures:
+        shutil.copy(path, ROOT / "figures")
+    (ROOT / "README.md").write_text(render(), encoding="utf-8")
+    print(f"kept {len(list(folder.iterdir()))} files in {folder.relative_to(ROOT)} and {len(figures)} figures in figures/")
+
+
+if __name__ == "__main__":
+    keep(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "reproduction"))
