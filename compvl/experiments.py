@@ -30,7 +30,7 @@ from .models import Model, create_model
 from .tables import Column, published_cells
 from .train import Run, TrainConfig, train
 
-# %% ../nbs/lib/12_experiments.ipynb #7b887ff3
+# %% ../nbs/lib/12_experiments.ipynb #3e51a67c
 @dataclass(frozen=True)
 class Profile:
     """With what an experiment is done.
@@ -45,12 +45,12 @@ class Profile:
     pretrained: str | None = 'base'
     data: str = 'microworld'
     root: str | None = None
-    n_train: int | None = 20_000
-    steps: int | None = 250
+    n_train: int | None = 12_000
+    steps: int | None = 200
     epochs: float | None = None
     batch_size: int = 128
-    lr: float = 3e-4
-    warmup: int = 25
+    lr: float = 1e-3
+    warmup: int = 30
     weight_decay: float = .2
     precision: str = 'fp32'
     n_items: int | None = 1000
