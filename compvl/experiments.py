@@ -300,7 +300,7 @@ class Results:
         mean = lambda parts: float(np.mean([p.mean() for p in parts]))
         return dict(a=mean(x), b=mean(y), diff=diff, lo=float(lo), hi=float(hi), p=float(p), paired=paired)
 
-# %% ../nbs/lib/12_experiments.ipynb #765035f3
+# %% ../nbs/lib/12_experiments.ipynb #1bacc621
 TRIPLETS = ('replace-relations', 'replace-attributes', 'swap')
 STANDARD = ('retrieval', 'classification')
 
@@ -340,14 +340,17 @@ class _Parts:
             with atomic_write(self.folder/config/name) as tmp: df.to_csv(tmp, index=False)
 
 class _Screen:
-    "A file for tqdm: in a notebook, one line of output that is replaced instead of added to; elsewhere stderr."
+    """A file for tqdm: in a notebook, one line of output that is replaced instead of added to; elsewhere stderr. The line also goes to the file that
+    `$COMPVL_PROGRESS` names, where `compvl reproduce` reads it."""
     def __init__(self):
+        self.file = os.environ.get('COMPVL_PROGRESS')
         shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
         self.handle = None
         if getattr(shell, 'kernel', None) is not None:
             from IPython.display import display
             self.handle = display({'text/plain': ''}, raw=True, display_id=True)
     def write(self, text):
+        if self.file and text.strip(): Path(self.file).write_text(text.strip(), encoding='utf-8')
         if self.handle is None: sys.stderr.write(text)
         elif text.strip(): self.handle.update({'text/plain': text.strip()}, raw=True)
     def flush(self): sys.stderr.flush()

@@ -1,14 +1,33 @@
 """Keep a reproduction as the project's committed results:  python scripts/keep.py [reproduction]
 
-Copies its tidy results to data/results/<profile>/ and its figures to figures/, and renders README.md, whose tables come
-from there. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
+Copies its tidy results to data/results/<profile>/, its figures to figures/ and its small outputs into nbs/paper/, so that they can be
+read on the web; renders README.md, whose tables come from there. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
 """
 import json
 import shutil
 import sys
 from pathlib import Path
 
+import nbformat
+from nbdev.clean import nbdev_clean
+
 from readme import ROOT, render
+
+LARGEST = 200_000  # bytes of an output that is kept in a notebook; larger figures are in figures/
+
+
+def with_outputs(source: Path, executed: Path, out: Path):
+    """Give the notebook `source` the small outputs of its execution, without this machine's paths."""
+    nb, ran = (nbformat.read(p, as_version=4) for p in (source, executed))
+    outputs = {c["id"]: c.get("outputs", []) for c in ran.cells}
+    for cell in nb.cells:
+        if cell.cell_type != "code":
+            continue
+        kept = [json.loads(json.dumps(o).replace(str(out.resolve()), "reproduction")) for o in outputs.get(cell["id"], []) if len(json.dumps(o)) <= LARGEST]
+        cell.outputs = [nbformat.from_dict(o | {"metadata": {}} | ({"execution_count": None} if o["output_type"] == "execute_result" else {})) if "data" in o
+                        else nbformat.from_dict(o) for o in kept]
+        cell.execution_count = None
+    source.write_text(nbformat.writes(nb, indent=1) + "\n", encoding="utf-8")
 
 
 def keep(out: Path):
@@ -30,6 +49,9 @@ def keep(out: Path):
     figures = [p for p in sorted((out / "figures").iterdir()) if p.suffix in (".png", ".svg")]
     for path in figures:
         shutil.copy(path, ROOT / "figures")
+    for path in sorted((out / "notebooks").glob("*.ipynb")):
+        with_outputs(ROOT / "nbs/paper" / path.name, path, out)
+    nbdev_clean(fname=str(ROOT / "nbs/paper"))
     (ROOT / "README.md").write_text(render(), encoding="utf-8")
     print(f"kept {len(list(folder.iterdir()))} files in {folder.relative_to(ROOT)} and {len(figures)} figures in figures/")
 

@@ -108,7 +108,34 @@ def test_vit_b_32_trains_and_resumes(tmp_path):
     b = dataset(tmp_path, n=8, progress=False).batch(range(8))
     with torch.no_grad(): logits = model.encode_image(model.normalize(b["images"])) @ model.encode_text(model.tokenizer(b["caption"])).T
     assert logits.isfinite().all()
+    root = replace_root(tmp_path, 6)
+    score = ["evaluate", "--model", "ViT-B-32", "--pretrained", folder, "--benchmark", "replace-relations", "--root", root, "--device", "cpu", "--cache", tmp_path/"emb", "--json"]
+    code, out, err = compvl(*score, runs=tmp_path)
+    assert code == 0, err
+    figures = {r["metric"]: r for r in json.loads(out) if r["group"] == "all"}
+    assert figures["coverage"]["value"] == 100 and figures["orig_acc"]["n"] == 6 and 0 <= figures["brittleness"]["value"] <= 100
+    next((root/"VG_100K").glob("*.jpg")).unlink()              # one photograph goes: a clear refusal, or a figure that says what it covers
+    code, out, err = compvl(*score, runs=tmp_path)
+    assert code == 2 and "--skip-damaged".replace("--", "").replace("-", "_") in err and "Traceback" not in err
+    code, out, err = compvl(*score, "--skip-damaged", runs=tmp_path)
+    assert code == 0 and {r["metric"]: r for r in json.loads(out) if r["group"] == "all"}["coverage"]["n"] == 5, err
     (folder/"weights.safetensors").unlink()
+
+
+def replace_root(folder, n):
+    "A data root with n items in REPLACE's released form, about two objects of a photograph each."
+    root, original, positive = folder/"root", [], []
+    (root/"VG_100K").mkdir(parents=True)
+    for photo in sorted(REAL.glob("*.jpg")):
+        labels = REAL/"labels"/f"{photo.stem}.txt"
+        objects = list(dict.fromkeys(COCO[int(l.split()[0])] for l in labels.read_text().splitlines())) if labels.exists() else []
+        if len(objects) < 2 or len(original) == n: continue
+        (root/"VG_100K"/photo.name).write_bytes(photo.read_bytes())
+        item = lambda c: dict(image_id=photo.stem, image_path=f"data/VG_100K/{photo.name}", true_caption=c, false_caption=f"{objects[0]} far from {objects[1]}")
+        original.append(item(f"{objects[0]} near {objects[1]}"))
+        positive.append(item(f"{objects[0]} next to {objects[1]}"))
+    for part, items in (("original", original), ("hard_positive", positive)): write_json(root/"hard_positives"/part/"vl_checklist_relations.json", items)
+    return root
 
 
 def test_bad_material_is_named(tmp_path):
