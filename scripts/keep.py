@@ -46,6 +46,9 @@ def keep(out: Path):
     tables = [p for p in sorted((out / "tables").glob("*.csv")) if p.stem.rsplit("_", 1)[-1] in ("findings", "transfer", "pairs", "steps", "regime")]
     for path in [*kept, *sorted((out / "results").glob("*.csv")), *tables]:
         shutil.copy(path, folder)
+    notebooks = [json.loads(p.read_text(encoding="utf-8"))["result"] for p in sorted((out / "notebooks").glob("*.json"))]
+    record = [{k: r[k] for k in ("name", "status", "profile", "commit", "seconds", "peak_mb")} for r in notebooks]
+    (folder / "notebooks.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     figures = [p for p in sorted((out / "figures").iterdir()) if p.suffix in (".png", ".svg")]
     for path in figures:
         shutil.copy(path, ROOT / "figures")
