@@ -142,7 +142,7 @@ class Summary:
         "JSON form."
         return dict(ok=self.ok, out=str(self.out), profile=self.profile, notebooks=[asdict(r) for r in self.results])
 
-# %% ../nbs/lib/14_reproduce.ipynb #7e1e47e2
+# %% ../nbs/lib/14_reproduce.ipynb #dca50447
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>compvl: reproduction</title>
@@ -170,7 +170,8 @@ def _section(out: Path, r: Result) -> str:
     parts = [f"<h2>{html.escape(r.title)}</h2>",
              f'<p><span class="{r.status}">{r.status}</span> <span class="meta">{r.name} · profile {r.profile} · {_clock(r.seconds)} · {r.peak_mb/1000:.1f} GB · commit {r.commit[:8] + r.commit[40:]}</span> {" · ".join(pages)}</p>']
     if r.error: parts.append(f"<pre>{html.escape(r.error)}</pre>")
-    if files: parts.append("<ul>" + "".join(f"<li>{link(f)}</li>" for f in files) + "</ul>")
+    if tables := [f for f in files if f.endswith(".html")]: parts.append("<p>tables: " + " · ".join(link(f, Path(f).stem.removeprefix(r.name + "_")) for f in tables) + "</p>")
+    if files: parts.append(f"<details><summary>all {len(there)} files</summary><ul>" + "".join(f"<li>{link(f)}</li>" for f in there) + "</ul></details>")
     parts += [f'<figure><a href="{html.escape(f)}"><img loading="lazy" src="{html.escape(f)}" alt="{html.escape(Path(f).stem)}"></a>'
               f"<figcaption>{html.escape(Path(f).stem)}</figcaption></figure>" for f in figures]
     return "\n".join(parts)
