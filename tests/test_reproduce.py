@@ -111,7 +111,8 @@ def test_interrupt_writes_the_page_and_leaves_no_kernel(tmp_path):
             "from compvl import cli, core, reproduce as module\n"
             f"module.notebooks_dir = lambda: core.Path({str(tmp_path)!r})\n"
             f"sys.argv = ['compvl', 'reproduce', '--profile', 'smoke', '--json', '--out', {str(tmp_path / 'out')!r}]\ncli.main()")
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    # a shell starts its background jobs deaf to SIGINT, and their children inherit that
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     pid = tmp_path / "out/pid"
     for _ in range(600):
         if pid.exists() and pid.read_text():
