@@ -167,15 +167,14 @@ def load_weights(clip: nn.Module, path, name: str = 'the model'):
                       "is finetuned from them use QuickGELU (NAME-quickgelu), LAION's use GELU; retrieval drops by several points when it is wrong", stacklevel=3)
     clip.load_state_dict({k: v.to(own[k].dtype) for k, v in sd.items()})
 
-# %% ../nbs/lib/03_models.ipynb #15e2e711
+# %% ../nbs/lib/03_models.ipynb #9d05da1b
 def _check_hub(name, tag, cfg):
     "Fail at once, instead of after minutes of retries, where weights must be fetched and no name server answers."
-    url = cfg.get('url') or ''
-    host = url.split('/')[2] if url else os.environ.get('HF_ENDPOINT', 'https://huggingface.co').split('/')[2]
+    hub = os.environ.get('HF_ENDPOINT', 'https://huggingface.co')
+    where = f"{hub}/{cfg['hf_hub'].rstrip('/')}" if cfg.get('hf_hub') else cfg['url']     # open_clip prefers the hub, too
     if any(os.environ.get(k) for k in ('HTTPS_PROXY', 'https_proxy', 'ALL_PROXY')): return
-    try: socket.getaddrinfo(host, 443)
+    try: socket.getaddrinfo(host := where.split('/')[2], 443)
     except OSError as e:
-        where = url or f"https://huggingface.co/{cfg.get('hf_hub', '').rstrip('/')}"
         raise CompvlError(f"the weights '{tag}' of {name} are not on this machine and {host} cannot be reached: fetch them from {where} elsewhere and give the "
                           f"file's path as pretrained, or leave it out for random weights") from e
 
