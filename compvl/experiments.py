@@ -23,7 +23,7 @@ from tqdm import tqdm
 import compvl.benchmarks, compvl.evaluate, compvl.metrics, compvl.microworld, compvl.models
 from .benchmarks import Benchmark, image_key, load_benchmark
 from .core import CompvlError, atomic_write, config_hash, data_dir, environment, git_commit, pick, read_json, write_json
-from .evaluate import AVERAGES, COLUMNS, TASKS, Embedder, evaluate, task_of
+from .evaluate import AVERAGES, COLUMNS, TASKS, evaluate, task_of
 from .metrics import bootstrap, figures, triplet_metrics
 from .microworld import Scene, truth
 from .models import Model, create_model

@@ -461,7 +461,7 @@ def truth(scene: Scene, text: str) -> bool | None:
     "True, False, or None: unreadable, or a matter of opinion (a ball of middle size called large, a slant called *left of*)."
     c = parse_caption(text)
     if c is None: return None
-    L, best = lexicon(), -1
+    best = -1
     for idx in itertools.permutations(range(len(scene.objects)), len(c.nps)):
         v = 1
         for i, n in zip(idx, c.nps):

@@ -129,11 +129,13 @@ class Model:
         with atomic_write(path) as tmp: save_file(sd, tmp, metadata=meta)
 
 # %% ../nbs/lib/03_models.ipynb #12c4b067
+def _unreadable(path, e): return CompvlError(f"{path} cannot be read as weights ({str(e).splitlines()[0][:120]}): fetch or save it again")
+
 def read_metadata(path) -> dict:
     "Metadata of a safetensors file. Raises CompvlError where it is damaged."
     try:
         with safe_open(path, 'pt') as f: return f.metadata() or {}
-    except (SafetensorError, OSError) as e: raise CompvlError(f"{path} cannot be read as weights ({str(e).splitlines()[0][:120]}): fetch or save it again") from e
+    except (SafetensorError, OSError) as e: raise _unreadable(path, e) from e
 
 def read_weights(path) -> tuple[dict, dict]:
     "State dict and metadata of a `.safetensors` or PyTorch file. Raises CompvlError when it is missing, damaged or needs unpickling."
@@ -142,8 +144,7 @@ def read_weights(path) -> tuple[dict, dict]:
     try:
         if path.suffix == '.safetensors': return load_file(path), read_metadata(path)
         sd = torch.load(path, map_location='cpu', weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as e:
-        raise CompvlError(f"{path} cannot be read as weights ({str(e).splitlines()[0][:120]}): fetch or save it again") from e
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as e: raise _unreadable(path, e) from e
     except Exception as e:  # torch raises pickle.UnpicklingError for anything but plain tensors
         raise CompvlError(f"{path} holds more than tensors, and compvl does not run code from a checkpoint: convert it to safetensors where you trust it") from e
     for k in ('state_dict', 'model', 'module'):
@@ -213,8 +214,8 @@ def create_model(name: str = 'micro-clip', pretrained: str | Path | None = None,
             if not _cached(cfg): _check_hub(name, pretrained, cfg)
             kw = dict(pretrained=pretrained, force_quick_gelu=cfg.get('quick_gelu', False))
         else: raise CompvlError(f"'{pretrained}' is neither a file nor a tag of {name}, whose tags are: {', '.join((['base'] if name == 'micro-clip' else []) + tags) or 'none'}")
-    if 'pretrained' not in kw: logging.getLogger().addFilter(_expected_random)
     if file is not None and file.suffix == '.safetensors' and file.exists(): kw = dict(force_quick_gelu=read_metadata(file).get('activation') == 'quick_gelu')
+    if 'pretrained' not in kw: logging.getLogger().addFilter(_expected_random)
     try: clip, _, preprocess = open_clip.create_model_and_transforms(name, device=device, **kw)
     except (OSError, RuntimeError) as e:
         raise CompvlError(f"{name}{f' with {pretrained}' if pretrained else ''} could not be opened: {str(e).splitlines()[0]}") from e

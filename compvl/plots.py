@@ -9,7 +9,7 @@ __all__ = ['BLACK', 'ORANGE', 'SKY', 'GREEN', 'YELLOW', 'BLUE', 'VERMILLION', 'P
 
 # %% ../nbs/lib/11_plots.ipynb #3350cf3c
 import base64, textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 from pathlib import Path

@@ -1,6 +1,5 @@
 "The evaluation engine: what it encodes, what it keeps, and what it does with damage."
 import io, os
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -216,7 +215,7 @@ def test_retrieval_and_classification_by_hand(model, photos):
 def test_mode_and_gradients_are_as_before(model, photos):
     model.clip.train(); model.clip.visual.eval()
     try:
-        s = evaluate(model, triplet_benchmark(photos), progress=False, n_boot=10)
+        evaluate(model, triplet_benchmark(photos), progress=False, n_boot=10)
         assert model.clip.training and not model.clip.visual.training and model.clip.token_embedding.training
         assert model.encode_text(model.tokenizer(["a cat"])).requires_grad
     finally: model.clip.eval()
