@@ -34,7 +34,7 @@ def inside(monkeypatch, capsys, tmp_path):
     return go
 
 
-@pytest.mark.parametrize("command", ["reproduce", "evaluate", "train", "bench"])
+@pytest.mark.parametrize("command", ["reproduce", "evaluate", "models", "train", "bench"])
 def test_help_has_an_example(command):
     done = compvl(command, "--help")
     assert done.returncode == 0 and "Example:" in done.stdout and f"compvl {command}" in done.stdout and "--json" in done.stdout
@@ -53,6 +53,11 @@ def test_help_is_quick():
     (["evaluate", "--benchmark", "no-such"], ["no-such", "swap"]),
     (["evaluate", "--benchmark", "swap", "--model", "no-such"], ["no-such"]),
     (["evaluate", "--benchmark", "swap", "--pretrained", "no-such"], ["no-such"]),
+    (["evaluate", "--benchmark", "swap", "--model", "ViT-B-32"], ["ViT-B-32", "--pretrained", "openai", "random"]),
+    (["evaluate", "--benchmark", "swap", "--model", "negclip"], ["negclip", "checkpoints/negclip"]),
+    (["evaluate", "--benchmark", "swap", "--model", "micro-clip", "--model", "micro-clip"], ["more than once"]),
+    (["evaluate", "--benchmark", "vtab-dtd"], ["vtab-dtd", "root"]),
+    (["models", "no-such"], ["no-such", "negclip"]),
     (["evaluate", "--benchmark", "swap", "--fidelity", "no-such"], ["no-such", "corrected"]),
     (["evaluate", "--benchmark", "swap", "--root", "no/such/folder"], ["no/such/folder"]),
     (["train", "--method", "no-such"], ["no-such", "hp+hn"]),
@@ -96,10 +101,32 @@ def test_train_then_evaluate(tmp_path, inside):
     done = compvl("evaluate", "--pretrained", first["folder"], "--benchmark", "replace,swap", "--n", "20", "--device", "cpu",
                   "--csv", tmp_path / "t.csv", "--json")
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    rows = json.loads(done.stdout)["figures"]
     assert {r["benchmark"] for r in rows} >= {"replace-relations", "replace-attributes", "swap"}
     assert {"orig_acc", "aug_acc", "brittleness"} <= {r["metric"] for r in rows}
     assert (tmp_path / "t.csv").read_text().startswith("benchmark,group,")
+
+
+def test_several_models_side_by_side(tmp_path, inside):
+    """A table with paired differences; every item in a file of its own; an interrupted or repeated evaluation goes on from what is kept."""
+    args = ["evaluate", "--model", "micro-clip", "--model", "micro-clip:random", "--benchmark", "replace,stsb", "--n", "30", "--device", "cpu", "--items", tmp_path/"items", "--csv", tmp_path/"t.csv"]
+    status, out, err = inside(*args, "--cache", tmp_path/"cache", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert {r["model"] for r in found["figures"]} == {"micro-clip", "micro-clip:random"} and {r["model"] for r in found["differences"]} == {"micro-clip:random"}
+    assert {"replace", "replace-relations", "stsb"} <= {r["benchmark"] for r in found["differences"]}
+    d = next(r for r in found["differences"] if (r["benchmark"], r["metric"]) == ("replace", "orig_acc"))
+    value = {r["model"]: r["value"] for r in found["figures"] if (r["benchmark"], r["metric"]) == ("replace", "orig_acc")}
+    assert d["diff"] == pytest.approx(value["micro-clip:random"] - value["micro-clip"]) and d["lo"] <= d["diff"] <= d["hi"]
+    assert (tmp_path/"t.csv").exists() and (tmp_path/"t_differences.csv").read_text().startswith("benchmark,group,metric,model,reference,a,b,diff")
+    kept = sorted((tmp_path/"cache/scores").glob("*.json"))
+    assert len(kept) == 6 and sorted(p.name for p in (tmp_path/"items/micro-clip-random").iterdir()) == ["replace-attributes.csv", "replace-relations.csv", "stsb.csv"]
+    lines = (tmp_path/"items/micro-clip/replace-relations.csv").read_text().splitlines()
+    assert len(lines) == 31 and {"caption", "hard_negative", "s_c", "orig_acc", "margin"} <= set(lines[0].split(","))
+    before = {p: p.stat().st_mtime_ns for p in kept}
+    kept[0].unlink()
+    status, out, err = inside(*args[:5], *args[5:], "--cache", tmp_path/"cache")
+    assert status == 0 and "micro-clip:random" in out and all(p.stat().st_mtime_ns == t for p, t in before.items() if p != kept[0])
 
 
 def test_set_overrides_options_and_options_override_config(tmp_path, inside):

@@ -6,10 +6,13 @@ from pathlib import Path
 import numpy as np, pandas as pd, pytest, torch
 from PIL import Image
 
-from compvl import evaluate as engine, microworld
-from compvl.benchmarks import Benchmark, ClassificationItem, ImageRef, Pair, RetrievalItem, Triplet, load_benchmark, open_image, read_released_replace
+from compvl import microworld
+from compvl.benchmarks import load_benchmark
 from compvl.core import CompvlError
-from compvl.evaluate import COLUMNS, Embedder, compare, evaluate, item_scores
+from compvl.embed import Embedder
+from compvl.evaluate import COLUMNS, TASKS, compare, evaluate, item_scores, task_of
+from compvl.items import Benchmark, ClassificationItem, ImageRef, Pair, RetrievalItem, Square, StoredImage, TextPair, Triplet, open_image
+from compvl.replace_swap import read_released_replace
 from compvl.metrics import triplet_metrics
 from compvl.models import create_model
 
@@ -245,7 +248,7 @@ def test_compare_pairs_items_by_id(model, photos):
         row = t.loc["all", k]
         assert row.a == pytest.approx(mx[k]) and row.b == pytest.approx(my[k]) and row["diff"] == pytest.approx(my[k] - mx[k]) and row.lo <= row["diff"] <= row.hi
     with pytest.raises(CompvlError, match="photos-0"): compare(x, y[y.id != "photos-0"])
-    assert engine.task_of(pd.read_csv(io.StringIO(x.to_csv(index=False)))) is engine.TASKS["triplet"]
+    assert task_of(pd.read_csv(io.StringIO(x.to_csv(index=False)))) is TASKS["triplet"]
 
 
 @pytest.mark.skipif(not (REAL/"hard_positives").is_dir(), reason=f"the released REPLACE files are not at {REAL/'hard_positives'} (set COMPVL_REAL)")
@@ -258,3 +261,83 @@ def test_released_replace_shares_images_and_captions(counted, photos):
     evaluate(m, b, progress=False, n_boot=10)
     distinct = {c for i in items for c in (i.caption, i.hard_negative, i.hard_positive)}
     assert len(seen["images"]) == 5 and len(seen["texts"]) == len(distinct) < 900
+
+
+# Kept scores, several models, other kinds of model
+
+def boxes(images, name, n=8):
+    return Benchmark(name, "pair", [Pair(f"{name}-{k}", images[k % len(images)], f"a cat number {k}", f"a dog number {k}") for k in range(n)], "a test")
+
+
+def test_finished_benchmarks_survive_an_interruption(counted, photos, tmp_path):
+    m, seen = counted
+    one, two = boxes(photos[:3], "one"), boxes(photos[3:5], "two")
+    good = Path(photos[4]).read_bytes()
+    Path(photos[4]).write_bytes(good[:500])
+    with pytest.raises(CompvlError, match="two-1.*truncated"): evaluate(m, [one, two], keep=tmp_path/"kept", n_boot=10, progress=False)
+    Path(photos[4]).write_bytes(good)
+    seen["images"].clear(); seen["texts"].clear()
+    df = evaluate(m, [one, two], keep=tmp_path/"kept", n_boot=10, progress=False)
+    assert len(seen["images"]) == 2 and len(seen["texts"]) == 16       # those of the second benchmark
+    seen["images"].clear()
+    again = evaluate(m, [one, two], keep=tmp_path/"kept", n_boot=10, progress=False)
+    assert not seen["images"]; pd.testing.assert_frame_equal(again, df)
+
+
+def test_kept_scores_belong_to_weights_items_images_and_skipping(model, photos, tmp_path):
+    b, kept = boxes(photos[:5], "one"), tmp_path/"kept"
+    def parts(m=model, b=b, **kw): evaluate(m, b, keep=kept, n_boot=10, progress=False, **kw); return len(list(kept.glob("*.json")))
+    assert parts() == parts() == 1
+    torch.manual_seed(5); assert parts(create_model("micro-clip", device="cpu")) == 2
+    assert parts(b=replace(b, items=b.items[:-1] + [replace(b.items[-1], foil="a hen")])) == 3
+    assert parts(skip_damaged=True) == 4
+    os.utime(photos[0], (1, 1)); assert parts() == 5
+    before = evaluate(model, b, keep=kept, n_boot=10, progress=False)
+    for f in kept.glob("*.csv.gz"): f.write_bytes(f.read_bytes()[:-9])      # a damaged part is made again
+    pd.testing.assert_frame_equal(evaluate(model, b, keep=kept, n_boot=10, progress=False), before)
+
+
+def test_squares_and_choices_with_a_missing_image(model, photos):
+    gone = str(Path(photos[0]).with_name("gone.jpg"))
+    items = [Square("a", photos[0], photos[1], "a cat", "a dog"), Square("b", photos[1], gone, "a cat", "a dog"), Square("c", gone, photos[2], "a cat", "a dog")]
+    b = Benchmark("squares", "square", items, "a test")
+    assert b.missing == [gone] and b.present == 1
+    with pytest.raises(CompvlError, match="item b: .*gone.jpg.*2 of 3 items"): evaluate(model, b, progress=False)
+    v = evaluate(model, b, skip_damaged=True, n_boot=10, progress=False).set_index("metric")
+    assert v.n["text"] == 1 and v.value["coverage"] == pytest.approx(100/3) and v.n["coverage"] == 1
+
+
+def test_sentences_need_no_images(model):
+    items = [TextPair(str(k), "a cat " + "and a dog "*k, "a cat", float(-k)) for k in range(6)]
+    v = evaluate(model, Benchmark("s", "text-similarity", items, "a test"), n_boot=50, progress=False).set_index("metric")
+    assert {"spearman", "pearson"} <= set(v.index) and -100 <= v.value["spearman"] <= 100 and v.value["coverage"] == 100
+    same = [replace(i, sentence_1="a cat") for i in items]      # all as alike as can be: nothing to correlate
+    assert evaluate(model, Benchmark("s", "text-similarity", same, "a test"), n_boot=50, progress=False).set_index("metric").value["spearman"] == 0
+
+
+class Overlap:
+    "A cross-encoder that likes captions with many letters a, on bright images; counts its pairs."
+    name, device = "overlap", "cpu"
+    def __init__(self): self.seen = []
+    def fingerprint(self): return "overlap-1"
+    def truncated(self, captions): return [False]*len(captions)
+    def score(self, images, captions): self.seen += captions; return [c.count("a") + np.asarray(i).mean()/1e3 for i, c in zip(images, captions)]
+
+
+def test_cross_encoder_in_every_task_on_images(photos, tmp_path):
+    scorer = Overlap()
+    found = evaluate(scorer, [load_benchmark(n, n=6) for n in ("swap", "aro-relation", "aro-coco-order", "svo-probes", "winoground", "imagenet", "coco-retrieval")], cache=tmp_path, n_boot=10, progress=False)
+    assert found.model.unique().tolist() == ["overlap"] and found.value.notna().all()
+    n = len(scorer.seen)
+    evaluate(scorer, [load_benchmark("swap", n=6)], cache=tmp_path, n_boot=10, progress=False)
+    assert len(scorer.seen) == n
+    with pytest.raises(CompvlError, match="overlap.*leave text similarity out"): evaluate(scorer, [load_benchmark("stsb", n=6)], n_boot=10, progress=False)
+
+
+def test_stored_pictures(counted):
+    m, seen = counted
+    read = lambda i: Image.new("RGB", (40, 30), (i % 3, 0, 0))
+    items = [ClassificationItem(str(k), StoredImage("toy", k, read), k % 2) for k in range(9)]
+    b = Benchmark("toy", "classification", items, "a test", classes=("cat", "dog"), templates=("a {}",))
+    v = evaluate(m, b, n_boot=10, progress=False).set_index("metric")
+    assert v.n["acc@1"] == 9 and len(seen["images"]) == 3      # nine pictures, three different ones

@@ -10,13 +10,18 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from compvl.core import CompvlError, write_json
 from compvl.data import CocoCaptions, decode
+from compvl.embed import Embedder
+from compvl.evaluate import evaluate
+from compvl.items import Benchmark, RetrievalItem
 from compvl.models import create_model
 from compvl.train import TrainConfig, train
 
@@ -112,14 +117,43 @@ def test_vit_b_32_trains_and_resumes(tmp_path):
     score = ["evaluate", "--model", "ViT-B-32", "--pretrained", folder, "--benchmark", "replace-relations", "--root", root, "--device", "cpu", "--cache", tmp_path/"emb", "--json"]
     code, out, err = compvl(*score, runs=tmp_path)
     assert code == 0, err
-    figures = {r["metric"]: r for r in json.loads(out) if r["group"] == "all"}
+    figures = {r["metric"]: r for r in json.loads(out)["figures"] if r["group"] == "all"}
     assert figures["coverage"]["value"] == 100 and figures["orig_acc"]["n"] == 6 and 0 <= figures["brittleness"]["value"] <= 100
     next((root/"VG_100K").glob("*.jpg")).unlink()              # one photograph goes: a clear refusal, or a figure that says what it covers
     code, out, err = compvl(*score, runs=tmp_path)
     assert code == 2 and "--skip-damaged".replace("--", "").replace("-", "_") in err and "Traceback" not in err
     code, out, err = compvl(*score, "--skip-damaged", runs=tmp_path)
-    assert code == 0 and {r["metric"]: r for r in json.loads(out) if r["group"] == "all"}["coverage"]["n"] == 5, err
+    assert code == 0 and {r["metric"]: r for r in json.loads(out)["figures"] if r["group"] == "all"}["coverage"]["n"] == 5, err
     (folder/"weights.safetensors").unlink()
+
+
+def test_photographs_are_retrieved_by_the_whole_path(tmp_path):
+    """Photographs of every size and mode through decoding, pixel cache, preprocessing, ViT-B/32 (random weights) and retrieval against captions of their labels: as one at a time by hand."""
+    root, names = replace_root(tmp_path, 10), {}
+    photos = sorted((root/"VG_100K").glob("*.jpg"))
+    for p in photos: names[p] = list(dict.fromkeys(COCO[int(l.split()[0])] for l in (REAL/"labels"/f"{p.stem}.txt").read_text().splitlines()))
+    grey = [p for p in sorted(REAL.glob("*.jpg")) if Image.open(p).mode == "L" and p.name not in {q.name for q in photos}][:2]
+    items = [RetrievalItem(p.stem, str(p), tuple(f"{frame} {' and '.join(names.get(p, ['something grey']))} in picture {p.stem}" for frame in ("a photo of", "there is", "we see", "this is", "look at"))) for p in [*photos, *grey]]
+    b, n = Benchmark("photographs", "retrieval", items, "labels"), len(items)
+    torch.manual_seed(0)
+    model = create_model("ViT-B-32", device="cpu")
+    embedder = Embedder(model, tmp_path/"cache", pixels=tmp_path/"pixels", progress=False)
+    figures = evaluate(embedder, b, n_boot=10, progress=False).set_index("metric").value
+    assert dict(embedder.encoded) == dict(images=n, texts=5*n) and len(list((tmp_path/"pixels").rglob("*.npy"))) == n
+    with torch.no_grad():
+        I = torch.cat([model.encode_image(model.preprocess(Image.open(i.image).convert("RGB"))[None]) for i in items])
+        T = torch.cat([model.encode_text(model.tokenizer([c]), crop=False) for i in items for c in i.captions])
+    assert torch.allclose(embedder.images([i.image for i in items]), I, atol=1e-5)
+    own, S = torch.arange(n).repeat_interleave(5), (I @ T.T).numpy()
+    for k in (1, 5):
+        assert figures[f"text_to_image_recall@{k}"] == pytest.approx(100*np.mean([own[t] in np.argsort(-S[:, t])[:k] for t in range(5*n)]))
+        assert figures[f"image_to_text_recall@{k}"] == pytest.approx(100*np.mean([i in own[np.argsort(-S[i])[:k].copy()] for i in range(n)]))
+    again = Embedder(model, tmp_path/"cache", progress=False)
+    assert evaluate(again, b, n_boot=10, progress=False).value.equals(figures.reset_index(drop=True)) and again.encoded.total() == 0
+    other = create_model("ViT-B-32-quickgelu", device="cpu")      # other weights: nothing of the cache fits, the decoded images do
+    fresh = Embedder(other, tmp_path/"cache", pixels=tmp_path/"pixels", progress=False)
+    evaluate(fresh, b, n_boot=10, progress=False)
+    assert dict(fresh.encoded) == dict(images=n, texts=5*n) and len(list((tmp_path/"pixels").rglob("*.npy"))) == n
 
 
 def replace_root(folder, n):

@@ -1,4 +1,4 @@
-"""compvl.benchmarks against the real public files: VL-CheckList and the released REPLACE benchmark.
+"""compvl.replace_swap against the real public files: VL-CheckList and the released REPLACE benchmark.
 
 They are looked for in $COMPVL_REAL, else in ../shared/real beside the checkout; without them these tests are skipped."""
 import os
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from compvl.benchmarks import (Triplet, agreement, audit, audit_replace, build_replace, build_swap, correct_replace, drop_reason, image_key,
-                               load_benchmark, open_image, read_released_replace, read_vl_checklist, substitutions)
+from compvl.benchmarks import load_benchmark
 from compvl.core import CompvlError, write_json
+from compvl.items import Triplet, image_key, open_image
+from compvl.replace_swap import agreement, audit, audit_replace, build_replace, build_swap, correct_replace, drop_reason, read_released_replace, read_vl_checklist, substitutions
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2]/"shared/real")
 COUNTS = {"relations": 16_868, "attributes": 10_575}
