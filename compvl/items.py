@@ -216,7 +216,7 @@ def read_list(path) -> list:
     if not isinstance(data, list): raise CompvlError(f"{path} holds a {type(data).__name__}, not a list of items: is it the right file?")
     return data
 
-# %% ../nbs/lib/11_items.ipynb #2866d9f0
+# %% ../nbs/lib/11_items.ipynb #87489c3f
 class Loaded(NamedTuple):
     "What a loader gives: items, where they came from, and for classification the class names and prompt templates."
     items: list
@@ -273,19 +273,24 @@ REGISTRY: dict[str, Entry] = {}
 GROUPS: dict[str, tuple[str, ...]] = {}
 
 def register(name: str, task: str, **about) -> Callable[[Loader], Loader]:
-    "Decorator: register a loader of released files under `name` (fields of `Entry` by keyword; the loader's docstring becomes `doc`)."
+    """Decorator: register a loader of released files under `name` (fields of `Entry` by keyword; the loader's docstring becomes `doc`).
+
+    The same function may be registered again, as by a cell that is run twice. Raises `CompvlError` where another has the name."""
     def add(loader):
-        if name in REGISTRY or name in GROUPS: raise CompvlError(f"A benchmark named {name!r} is already registered: choose another name.")
-        REGISTRY[name] = Entry(name, task, files=loader, **{"doc": (loader.__doc__ or "").strip()} | about)
+        e = REGISTRY.get(name)
+        if name in GROUPS or e and not _again(e.files, loader): raise CompvlError(f"A benchmark named {name!r} is already registered: choose another name.")
+        REGISTRY[name] = Entry(name, task, files=loader, micro=e and e.micro, **{"doc": (loader.__doc__ or "").strip()} | about)
         return loader
     return add
+
+def _again(old: Loader | None, new: Loader) -> bool: return getattr(old, "__qualname__", None) == getattr(new, "__qualname__", "")
 
 def counterpart(name: str, task: str | None = None, doc: str = "") -> Callable[[Loader], Loader]:
     "Decorator: register the microworld counterpart of the benchmark `name`; one that has no released files is a benchmark of its own and names its `task`."
     def add(loader):
         e = REGISTRY.get(name)
         if e is None and task is None: raise CompvlError(f"There is no benchmark {name!r} to be a counterpart of: register its released files first, or give the task.")
-        if e is not None and (e.micro or task not in (None, e.task)): raise CompvlError(f"The benchmark {name!r} has a counterpart already, or another task ({e.task}): choose another name.")
+        if e is not None and (e.micro and not _again(e.micro, loader) or task not in (None, e.task)): raise CompvlError(f"The benchmark {name!r} has a counterpart already, or another task ({e.task}): choose another name.")
         REGISTRY[name] = replace(e or Entry(name, task, doc=doc or (loader.__doc__ or "").strip()), micro=loader)
         return loader
     return add
