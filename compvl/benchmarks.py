@@ -48,7 +48,7 @@ def expand(names: str | Iterable[str], micro: bool | None = None) -> list[str]:
     def members(n): return [m for m in (REGISTRY if n == "all" else GROUPS[n]) if has(m)] if n == "all" or n in GROUPS else [pick(n, [*REGISTRY, *GROUPS, "all"], "benchmark")]
     return list(dict.fromkeys(m for n in names for m in members(n)))
 
-# %% ../nbs/lib/15_benchmarks.ipynb #7d5c081e
+# %% ../nbs/lib/15_benchmarks.ipynb #8e4bab29
 def load_benchmark(name: str, root: str | Path | None = None, fidelity: str = "published", split: str | None = None,
                    n: int | None = None, seed: int = 0, source: str | None = None) -> Benchmark:
     """The benchmark `name` (see `list_benchmarks`): from the microworld where `root` is None, else from the files under `root`.
@@ -67,7 +67,7 @@ def load_benchmark(name: str, root: str | Path | None = None, fidelity: str = "p
         if source is not None: raise CompvlError(f"source={source!r} needs a root: without one, items come from the microworld.")
         if e.micro is None: raise CompvlError(f"{name} has no counterpart in the microworld{' (vtab names its suites there)' if name in GROUPS['vtab'] else ''}: give the root of its released files.")
         loaded = e.micro(Request(name, None, fidelity, split or "test", n, seed))
-        return Benchmark(name, e.task, loaded.items, loaded.source, fidelity, e.published_n, loaded.classes, loaded.templates)
+        return Benchmark(name, e.task, loaded.items, loaded.source, fidelity, e.published_n, *loaded[2:])
     root = Path(root).expanduser()
     if e.files is None: raise CompvlError(f"{name!r} has the microworld as its only source: leave out the root ({root}), or register a loader for your files with `compvl.items.register`.")
     if not root.is_dir(): raise CompvlError(f"The data root {root} is not a folder. `compvl data status {name} --data-root {root}` says what {name} needs there.")
@@ -76,7 +76,7 @@ def load_benchmark(name: str, root: str | Path | None = None, fidelity: str = "p
     loaded = e.files(Request(name, root, fidelity, source=source))
     if n is not None and n > len(loaded.items): raise CompvlError(f"n={n}: {name} has {len(loaded.items):,} items under {root}.")
     items = loaded.items if n is None else [loaded.items[i] for i in sorted(random.Random(seed).sample(range(len(loaded.items)), n))]
-    return Benchmark(name, e.task, locate(root, items, e.places), loaded.source, fidelity, e.published_n, loaded.classes, loaded.templates)
+    return Benchmark(name, e.task, locate(root, items, e.places), loaded.source, fidelity, e.published_n, *loaded[2:])
 
 def load_benchmarks(names: str | Iterable[str], root: str | Path | None = None, **kwargs) -> list[Benchmark]:
     "`load_benchmark` for several names; groups (`replace`, `compositional`, …) stand for those of their members that the source has."

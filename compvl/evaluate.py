@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TASKS', 'AVERAGES', 'COLUMNS', 'Task', 'task_of', 'item_scores', 'identity', 'Kept', 'averages', 'average_parts',
-           'evaluate', 'compare', 'compare_models', 'item_table', 'worst']
+           'evaluate', 'macro_groups', 'compare', 'compare_models', 'item_table', 'worst']
 
 # %% ../nbs/lib/17_evaluate.ipynb #a76fbd89
 import dataclasses, hashlib, warnings
@@ -126,9 +126,9 @@ def task_of(table: pd.DataFrame) -> Task:
         if set(t.columns) <= set(table.columns): return t
     raise CompvlError(f"no task has scores with the columns {', '.join(table.columns)}: known are {'; '.join(k + ' (' + ', '.join(t.columns) + ')' for k, t in TASKS.items())}")
 
-# %% ../nbs/lib/17_evaluate.ipynb #a54dfb42
+# %% ../nbs/lib/17_evaluate.ipynb #5ca2cd41
 def _score(benchmark, scorer, skip_damaged=False) -> pd.DataFrame:
-    "Scores by item; `attrs`: `skipped`, ids of items left out, and `cut`, the number of captions that the model's context cuts."
+    "Scores by item; `attrs`: `skipped`, ids of items left out, `cut`, the number of captions that the model's context cuts, and the benchmark's `not_in_macro`."
     task = TASKS[pick(benchmark.task, TASKS, 'task')]
     if not benchmark.items: raise CompvlError(f"{benchmark.name} has no items: check the split or the folder that it was loaded from")
     items, skipped = benchmark.items, []
@@ -142,7 +142,7 @@ def _score(benchmark, scorer, skip_damaged=False) -> pd.DataFrame:
         benchmark = dataclasses.replace(benchmark, items=[i for i in items if i.id not in spoilt])
     scorer.cut.clear()
     table = task.score(benchmark, scorer)
-    table.attrs |= dict(skipped=skipped, cut=len(scorer.cut))
+    table.attrs |= dict(skipped=skipped, cut=len(scorer.cut), not_in_macro=list(benchmark.not_in_macro))
     if scorer.cut: warnings.warn(f"{benchmark.name}: {len(scorer.cut)} captions are longer than the context of {scorer.name} and are cut, such as {min(scorer.cut)[:80]!r}…", stacklevel=3)
     return table
 
@@ -186,7 +186,7 @@ class Kept:
         with atomic_write(self.folder/f'{key}.csv.gz') as tmp: table.to_csv(tmp, index=False)
         write_json(self.folder/f'{key}.json', dict(dtypes={c: 'str' if table[c].dtype.kind not in 'fiub' else str(t) for c, t in table.dtypes.items()}, attrs=table.attrs))
 
-# %% ../nbs/lib/17_evaluate.ipynb #18ac6a32
+# %% ../nbs/lib/17_evaluate.ipynb #795d30bc
 AVERAGES = {w: (tuple(expand(w)),) for w in ('replace', 'sugarcrepe', 'sugarcrepe-pp', 'valse', 'valse-relation')} | {
     'sugarcrepe-object': (('sugarcrepe-add-obj', 'sugarcrepe-replace-obj', 'sugarcrepe-swap-obj'),), 'sugarcrepe-relation': (('sugarcrepe-replace-rel',),),
     'sugarcrepe-attribute': (('sugarcrepe-add-att', 'sugarcrepe-replace-att', 'sugarcrepe-swap-att'),),
@@ -243,11 +243,12 @@ def evaluate(model, benchmarks: Sequence[Benchmark | str], *, cache=None, pixels
                 t = _score(b, scorer, skip_damaged)
                 t.attrs['commit'] = commit
                 if kept: kept.save(key, t)
+            t.attrs['not_in_macro'] = list(b.not_in_macro)
             scores[b.name] = t
     for b in benchmarks:
         t, of = scores[b.name], len(b.items)
         outcomes[b.name] = TASKS[b.task].outcomes(t)
-        tables.append(figures(outcomes[b.name], t.group, n_boot, seed).assign(benchmark=b.name, commit=t.attrs['commit']))
+        tables.append(figures(outcomes[b.name], t.group, n_boot, seed, b.not_in_macro).assign(benchmark=b.name, commit=t.attrs['commit']))
         n = of - len(t.attrs['skipped'])
         tables.append(pd.DataFrame([('all', 'coverage', 100*n/of, n), ('all', 'cut', t.attrs['cut'], n)], columns=['group', 'metric', 'value', 'n']).assign(benchmark=b.name, commit=t.attrs['commit']))
     for name, parts in averages(outcomes).items():
@@ -256,12 +257,16 @@ def evaluate(model, benchmarks: Sequence[Benchmark | str], *, cache=None, pixels
     df = pd.concat(tables, ignore_index=True).assign(model=model_name or scorer.name, method=method or '', seed=seed, config=config)[COLUMNS]
     return (df, scores) if return_scores else df
 
-# %% ../nbs/lib/17_evaluate.ipynb #6fee4330
+# %% ../nbs/lib/17_evaluate.ipynb #f3f0b52e
+def macro_groups(table: pd.DataFrame) -> list[str]:
+    "The groups of a table of scores that count in its macro average: all that the benchmark does not leave out (`attrs['not_in_macro']`)."
+    return [g for g in table.group.unique() if g and g not in table.attrs.get('not_in_macro', ())]
+
 def _groups(table, x):
     "The parts of an outcome by the name of their figure: {'all': [Series], group: [Series], 'macro': [Series, …]}."
     parts, names = (x if isinstance(x, list) else [x]), [g for g in table.group.unique() if g]
     by = {g: [q for q in (p[table.group[p.index] == g] for p in parts) if len(q)] for g in names}
-    return {'all': parts} | by | ({'macro': [q for ps in by.values() for q in ps]} if len(names) > 1 and not isinstance(x, list) else {})
+    return {'all': parts} | by | ({'macro': [q for g in macro_groups(table) for q in by[g]]} if len(names) > 1 and macro_groups(table) and not isinstance(x, list) else {})
 
 def _difference(p: Sequence, q: Sequence, n_boot: int, seed: int, joint: bool = False) -> tuple:
     "(a, b, diff, lo, hi, p, n) of parts that weigh the same; `joint` as in `compvl.metrics.bootstrap`."

@@ -8,7 +8,7 @@ __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'TABLE3', 'TABLE10', 'CA
            'base_record', 'chance', 'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'results', 'Claim', 'change',
            'verdict', 'judge', 'findings', 'comparisons', 'Example', 'examples']
 
-# %% ../nbs/lib/20_experiments.ipynb #de828463
+# %% ../nbs/lib/20_experiments.ipynb #d79ac003
 import itertools, math, os, random, shutil, sys, time, warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from .benchmarks import expand, load_benchmark
 from .core import CompvlError, atomic_write, config_hash, data_dir, environment, git_commit, pick, read_json, write_json
-from .evaluate import AVERAGES, COLUMNS, TASKS, average_parts, averages, evaluate, identity, task_of
+from .evaluate import AVERAGES, COLUMNS, TASKS, average_parts, averages, evaluate, identity, macro_groups, task_of
 from .items import REGISTRY, Benchmark
 from .metrics import Correlation, bootstrap, figures, triplet_metrics
 from .microworld import Scene, truth
@@ -246,7 +246,7 @@ def seed_bootstrap(parts: Sequence[np.ndarray], weights: Sequence[float] | None 
         boot += w*((picks*means).sum(1) if len(p) > 1 else means[:, 0])
     return float(sum(w*p.mean() for w, p in zip(weights, parts))), boot
 
-# %% ../nbs/lib/20_experiments.ipynb #2d555747
+# %% ../nbs/lib/20_experiments.ipynb #6ebe02fe
 @dataclass
 class Results:
     """Figures of rows on benchmarks.
@@ -297,8 +297,9 @@ class Results:
         per_seed = []
         for seed, tables in self.scores[key].items():
             t, x = tables[benchmark], self._outcome(key, seed, benchmark)[metric]
-            x, names = (x if isinstance(x, list) else [x]), ([group] if group not in ('all', 'macro') else [g for g in t.group.unique() if g] if group == 'macro' else [None])
+            x, names = (x if isinstance(x, list) else [x]), ([group] if group not in ('all', 'macro') else macro_groups(t) if group == 'macro' else [None])
             found = [s[(t.group == g)[s.index]] if g is not None else s for g in names for s in x]
+            if not names: raise KeyError(group)
             per_seed.append([s.to_numpy(dtype=float)*(100 if s.dtype == bool else 1) for s in found if len(s)])
         return [np.stack(p) for p in zip(*per_seed)]
 
@@ -367,7 +368,7 @@ class _Screen:
     def done(self, text):
         if self.handle is not None: self.write(text)
 
-# %% ../nbs/lib/20_experiments.ipynb #3887d884
+# %% ../nbs/lib/20_experiments.ipynb #923d24e2
 def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple[pd.DataFrame, dict]:
     "Tidy figures of chance, or of the oracle with its scores."
     if row.key == 'chance':
@@ -376,7 +377,7 @@ def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple
         for b in benchmarks:
             groups = {g: chance(replace(b, items=[i for i in b.items if i.group == g])) for g in b.groups() if g}
             out += [(b.name, g, k, v) for g, vs in groups.items() for k, v in vs.items()]
-            if len(groups) > 1: out += [(b.name, 'macro', k, float(np.mean([vs[k] for vs in groups.values()]))) for k in by[b.name]]
+            if len(groups) > 1 and (counted := [vs for g, vs in groups.items() if g not in b.not_in_macro]): out += [(b.name, 'macro', k, float(np.mean([vs[k] for vs in counted]))) for k in by[b.name]]
         out += [(w, 'macro', k, float(np.mean([by[p][k] for p in average_parts(by, parts, k)]))) for w, parts in averages(by).items() for k in dict.fromkeys(k for p in parts for k in by[p])]
         return pd.DataFrame(out, columns=['benchmark', 'group', 'metric', 'value']), {}
     scores = {b.name: oracle_scores(b) for b in benchmarks if b.task == 'triplet'}

@@ -153,7 +153,7 @@ def with_images(item: Any, put: Callable[[Any], Any]) -> Any:
     "The item with `put(image)` in place of each of its images."
     return replace(item, **{k: put(getattr(item, k)) for k in _IMAGES if hasattr(item, k)})
 
-# %% ../nbs/lib/11_items.ipynb #7523ff93
+# %% ../nbs/lib/11_items.ipynb #e3799043
 FIDELITIES = ("published", "corrected")
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Benchmark:
     """A list of items of one task type.
 
     `source`: where they came from; `fidelity`: `published` or `corrected`; `published_n`: the number of items of the published
-    benchmark; `classes` and `templates` (each with one `{}`): for classification only."""
+    benchmark; `classes` and `templates` (each with one `{}`): for classification only; `not_in_macro`: groups that the macro average leaves out."""
     name: str
     task: str
     items: list
@@ -170,6 +170,7 @@ class Benchmark:
     published_n: int | None = None
     classes: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
+    not_in_macro: tuple[str, ...] = ()
 
     def __len__(self) -> int: return len(self.items)
 
@@ -216,13 +217,14 @@ def read_list(path) -> list:
     if not isinstance(data, list): raise CompvlError(f"{path} holds a {type(data).__name__}, not a list of items: is it the right file?")
     return data
 
-# %% ../nbs/lib/11_items.ipynb #87489c3f
+# %% ../nbs/lib/11_items.ipynb #f252011f
 class Loaded(NamedTuple):
-    "What a loader gives: items, where they came from, and for classification the class names and prompt templates."
+    "What a loader gives: items, where they came from, for classification the class names and prompt templates, and the groups that the published macro average leaves out."
     items: list
     source: str
     classes: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
+    not_in_macro: tuple[str, ...] = ()
 
 @dataclass(frozen=True)
 class Request:
@@ -283,7 +285,10 @@ def register(name: str, task: str, **about) -> Callable[[Loader], Loader]:
         return loader
     return add
 
-def _again(old: Loader | None, new: Loader) -> bool: return getattr(old, "__qualname__", None) == getattr(new, "__qualname__", "")
+def _again(old: Loader | None, new: Loader) -> bool:
+    "Whether `new` is `old`, defined once more: by its name, or, where it has none of its own, by its code."
+    name = getattr(new, "__qualname__", "")
+    return getattr(old, "__qualname__", None) == name and ("<" not in name or old.__code__.co_code == new.__code__.co_code)
 
 def counterpart(name: str, task: str | None = None, doc: str = "") -> Callable[[Loader], Loader]:
     "Decorator: register the microworld counterpart of the benchmark `name`; one that has no released files is a benchmark of its own and names its `task`."

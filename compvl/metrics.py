@@ -7,8 +7,8 @@ __all__ = ['CHANCE', 'triplet_outcomes', 'triplet_metrics', 'pair_outcomes', 'sq
            'classification_ranks', 'Interval', 'resampled_means', 'bootstrap', 'PairedInterval', 'paired_bootstrap',
            'Correlation', 'figures']
 
-# %% ../nbs/lib/10_metrics.ipynb #932d6d86
-from collections.abc import Mapping
+# %% ../nbs/lib/10_metrics.ipynb #0c78254f
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -200,13 +200,13 @@ class Correlation:
         if len(self) < 3: raise CompvlError(f"a correlation over {len(self)} pairs says nothing: give at least three")
         return Interval(self.value, *map(float, np.quantile(self.resampled(n_boot, seed), [(1-level)/2, (1+level)/2])), len(self))
 
-# %% ../nbs/lib/10_metrics.ipynb #ecae928b
-def figures(outcomes: Mapping[str, object], groups: Mapping[str, object], n_boot: int = 1000, seed: int = 0) -> pd.DataFrame:
+# %% ../nbs/lib/10_metrics.ipynb #1d7fe16b
+def figures(outcomes: Mapping[str, object], groups: Mapping[str, object], n_boot: int = 1000, seed: int = 0, not_in_macro: Sequence[str] = ()) -> pd.DataFrame:
     """Rows `group, metric, value, lo, hi, n` of outcomes by item.
 
     `outcomes`: metric -> pandas Series of bool or float, a list of them, one a class, to be averaged with equal weight, or a `Correlation`; `groups`: Series of group names
     on an index that holds that of every outcome. Each group but `''` has its row; `all` is over all items (micro average), and `macro`, where
-    there are two groups or more, the mean over groups."""
+    there are two groups or more, the mean over groups but those of `not_in_macro`."""
     names, rows = [g for g in pd.unique(groups) if g != ''], []
     def row(group, metric, parts, joint=False):
         parts = [p for p in parts if len(p)]
@@ -225,5 +225,5 @@ def figures(outcomes: Mapping[str, object], groups: Mapping[str, object], n_boot
         classes = isinstance(x, list)
         for g, ps in by.items(): row(g, metric, ps, joint=classes)
         row('all', metric, parts, joint=classes)
-        if len(names) > 1 and metric != 'ties' and not classes: row('macro', metric, [p for ps in by.values() for p in ps])
+        if len(names) > 1 and metric != 'ties' and not classes: row('macro', metric, [p for g, ps in by.items() if g not in not_in_macro for p in ps])
     return pd.DataFrame(rows, columns=['group', 'metric', 'value', 'lo', 'hi', 'n'])
