@@ -42,7 +42,7 @@ def reproduce(
     if any(r.status == "interrupted" for r in summary.results): raise typer.Exit(130)
     if not summary.ok: raise typer.Exit(1)
 
-# %% ../nbs/lib/23_cli.ipynb #46772ec4
+# %% ../nbs/lib/23_cli.ipynb #a30a4571
 def _show(df, title: str) -> None:
     "A data frame as a table on the terminal."
     from rich.console import Console
@@ -52,7 +52,8 @@ def _show(df, title: str) -> None:
     for c in df: table.add_column(c, justify="right" if c in numeric else "left")
     for row in df.itertuples(index=False):
         table.add_row(*("" if v is None or v != v else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=max(console.width, 160))).print(table)
 
 # %% ../nbs/lib/23_cli.ipynb #a77c598e
 def _headline(df):

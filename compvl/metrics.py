@@ -7,13 +7,12 @@ __all__ = ['CHANCE', 'triplet_outcomes', 'triplet_metrics', 'pair_outcomes', 'sq
            'classification_ranks', 'Interval', 'resampled_means', 'bootstrap', 'PairedInterval', 'paired_bootstrap',
            'Correlation', 'figures']
 
-# %% ../nbs/lib/10_metrics.ipynb #0c78254f
+# %% ../nbs/lib/10_metrics.ipynb #6389d659
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np, pandas as pd, torch
-from scipy.stats import rankdata
 
 from .core import CompvlError, pick
 
@@ -167,7 +166,7 @@ def paired_bootstrap(a, b, n_boot: int = 10_000, seed: int = 0, level: float = .
     p = min(1., 2*(min((means <= 0).sum(), (means >= 0).sum()) + 1)/(n_boot + 1))
     return PairedInterval(float(np.mean([x.mean() for x in d])), float(lo), float(hi), float(p), sum(x.size for x in d))
 
-# %% ../nbs/lib/10_metrics.ipynb #6c378772
+# %% ../nbs/lib/10_metrics.ipynb #1f0c6bbb
 @dataclass(frozen=True)
 class Correlation:
     "Correlation of `x` with `y`, pandas Series of N numbers on the same index, times 100; `kind`: `pearson`, or `spearman` (ranks, ties averaged)."
@@ -184,7 +183,9 @@ class Correlation:
     def _of(self, picks) -> np.ndarray:
         "The correlation in each resample: float64 [B] from indices [B, N]; 0 where a resample does not vary."
         x, y = (np.asarray(v, dtype=np.float64)[picks] for v in (self.x, self.y))
-        if pick(self.kind, ('pearson', 'spearman'), 'correlation') == 'spearman': x, y = rankdata(x, axis=1), rankdata(y, axis=1)
+        if pick(self.kind, ('pearson', 'spearman'), 'correlation') == 'spearman':
+            from scipy.stats import rankdata      # slow to import, and seldom needed
+            x, y = rankdata(x, axis=1), rankdata(y, axis=1)
         x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
         norm = np.sqrt((x*x).sum(1)*(y*y).sum(1))
         return 100*np.divide((x*y).sum(1), norm, out=np.zeros(len(x)), where=norm > 0)
