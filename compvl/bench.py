@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['BENCHES', 'ITEMS_PER_IMAGE', 'bench', 'run_bench', 'replace_structure', 'reference_scores', 'evaluate_engine',
-           'decoding', 'training_step']
+           'decoding', 'compositional', 'training_step']
 
-# %% ../nbs/lib/21_bench.ipynb #c9a81ffe
+# %% ../nbs/lib/21_bench.ipynb #5f437a32
 import inspect, random, tempfile, time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +20,10 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from . import microworld
-from .benchmarks import load_benchmark
+from .benchmarks import load_benchmark, load_benchmarks
 from .core import CompvlError, environment, pick, write_json
 from .embed import Embedder, inference
-from .evaluate import item_scores
+from .evaluate import evaluate, item_scores
 from .items import Benchmark, Triplet, open_image
 from .losses import total_loss
 from .models import create_model, wrap_model
@@ -162,6 +162,23 @@ def decoding(n: int = 64, root=None, size: int = 224) -> dict:
     if difference > 1e-5: raise CompvlError(f"the kept images differ from those of the plain loop by {difference:.1e} (at most 1e-5 is rounding): one of the two is wrong, so there is no ratio to give")
     return dict(what=f"{len(paths)} {'photographs' if root else 'drawn scenes as JPEG files'} at {size} pixels, {torch.get_num_threads()} threads",
                 rows=[{'way': w, 'seconds': s, 'images a second': len(paths)/s} for w, s in seconds.items()], ratio=seconds['plain loop']/seconds['engine, all kept'], required=5., difference=difference)
+
+# %% ../nbs/lib/21_bench.ipynb #17eff046
+@bench('compositional')
+def compositional(n: int = 1000, names: str = 'compositional', pretrained: str = 'base') -> dict:
+    "All compositional benchmarks of the microworld for a micro model, `n` items each: from nothing, and from cached embeddings. `names`: benchmarks or groups, separated by commas."
+    found, rows = [], []
+    with tempfile.TemporaryDirectory() as d:
+        for way in ('first time', 'embeddings cached'):
+            t0 = time.perf_counter()
+            loaded = load_benchmarks(names.split(','), n=n)
+            t1 = time.perf_counter()
+            scorer = Embedder(create_model('micro-clip', pretrained), f'{d}/cache', progress=False)
+            found.append(evaluate(scorer, loaded))
+            rows.append({'way': way, 'seconds': time.perf_counter() - t0, 'of which drawing items': t1 - t0, 'images encoded': scorer.encoded['images'], 'captions encoded': scorer.encoded['texts']})
+    difference = float((found[0].value - found[1].value).abs().max())
+    if difference: raise CompvlError(f"figures from cached embeddings differ by {difference:.1e}: the cache holds features of something else")
+    return dict(what=f"{sum(map(len, loaded)):,} items of {len(loaded)} benchmarks, micro-clip, {torch.get_num_threads()} threads", rows=rows, ratio=rows[0]['seconds']/rows[1]['seconds'], difference=difference)
 
 # %% ../nbs/lib/21_bench.ipynb #97c718f6
 @bench('step')
