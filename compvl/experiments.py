@@ -8,7 +8,7 @@ __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'TABLE3', 'TABLE10', 'CA
            'base_record', 'chance', 'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'results', 'Claim', 'change',
            'verdict', 'judge', 'findings', 'comparisons', 'Example', 'examples']
 
-# %% ../nbs/lib/20_experiments.ipynb #d79ac003
+# %% ../nbs/lib/20_experiments.ipynb #cb2edf3a
 import itertools, math, os, random, shutil, sys, time, warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +29,7 @@ from .microworld import Scene, truth
 from .models import Model, create_model
 from .tables import ACCURACY, Column, published_cells
 from .train import Run, TrainConfig, train
+from .zoo import load_zoo
 
 # %% ../nbs/lib/20_experiments.ipynb #c98b6195
 @dataclass(frozen=True)
@@ -103,13 +104,14 @@ def get_profile(name: str, data_root: str | Path | None = None) -> Profile:
     if not root.is_dir(): raise CompvlError(f"data root {root} is not a folder: give the folder of the downloads.")
     return replace(p, root=str(root))
 
-# %% ../nbs/lib/20_experiments.ipynb #79520908
+# %% ../nbs/lib/20_experiments.ipynb #13e3abb9
 @dataclass(frozen=True)
 class Row:
     """A row of the papers' tables.
 
     `key`: short name, the `method` of results; `label`: as published; `group`: heading above it. `source`: 'pretrained', 'trained', 'bound',
-    or 'not yet trained'. `method`, `kinds`, `w_hn`, `w_hp`: of its training run (`compvl.train.TrainConfig`)."""
+    or 'not yet trained'. `method`, `kinds`, `w_hn`, `w_hp`: of its training run (`compvl.train.TrainConfig`). `zoo`: name in `compvl.zoo` of the released checkpoint that
+    stands for a row that is not trained, where a profile has a data root."""
     key: str
     label: str
     group: str
@@ -118,6 +120,7 @@ class Row:
     kinds: tuple[str, ...] = ('swap', 'replace')
     w_hn: float | None = None
     w_hp: float | None = None
+    zoo: str = ''
 
     @property
     def status(self) -> str:
@@ -128,7 +131,7 @@ _THEIRS, _ONE = 'hard-negative finetuned', 'ours, one perturbation'
 ROWS = {r.key: r for r in [
     Row('clip', 'CLIP ViT-B/32', 'pretrained', 'pretrained'),
     Row('clip-coco', 'CLIP-COCO', 'control (not in the published table)', method='clip-ft'),
-    *(Row(l.lower(), l, _THEIRS, 'not yet trained') for l in ('NegCLIP', 'CREPE-Swap', 'CREPE-Replace', 'SVLC', 'SVLC+Pos', 'DAC-LLM', 'DAC-SAM')),
+    *(Row(l.lower(), l, _THEIRS, 'not yet trained', zoo=l.lower().replace('+', '-')) for l in ('NegCLIP', 'CREPE-Swap', 'CREPE-Replace', 'SVLC', 'SVLC+Pos', 'DAC-LLM', 'DAC-SAM')),
     Row('hp+0hn', 'Our HP + 0 HN', 'ratio', w_hn=0.),
     *(Row(f'hp+{w:g}hn', f'Our HP + {w:.2f} HN', 'ratio', w_hn=w) for w in (.25, .5, .75)),
     Row('hn', 'Our HN', 'ours', method='hn'),
@@ -144,7 +147,7 @@ def rows(*keys: str) -> list[Row]:
 
 TABLE1 = rows('clip', 'clip-coco', 'negclip', 'crepe-swap', 'crepe-replace', 'svlc', 'svlc+pos', 'dac-llm', 'dac-sam', 'hn', 'hp+hn', 'swap-only', 'replace-only', 'chance', 'human')
 _CAE = {'attention': 'Attention-Based', 'gradcam': 'GradCAM-Based', 'perturbation': 'Perturbation-Based', 'gradient': 'Gradient-Based'}
-ROWS |= {r.key: r for r in [Row('sds-clip', 'SDS-CLIP', 'other finetuning', 'not yet trained'), *(Row(f'cae-{k}', f'CLIP-CAE ({v})', 'attribution losses', 'not yet trained') for k, v in _CAE.items()),
+ROWS |= {r.key: r for r in [Row('sds-clip', 'SDS-CLIP', 'other finetuning', 'not yet trained'), *(Row(f'cae-{k}', f'CLIP-CAE ({v})', 'attribution losses', 'not yet trained', zoo=f'cae-{k}') for k, v in _CAE.items()),
                             Row('cae-average', 'Avg.', 'attribution losses', 'not yet trained')]}
 TABLE3 = rows('clip', 'hp+0hn', 'hp+0.25hn', 'hp+0.5hn', 'hp+0.75hn', 'hn', 'hp+hn')
 TABLE10 = [replace(r, group='finetuned on captions') if r.key == 'clip-coco' else r for r in rows('clip', 'clip-coco', 'hn', 'hp+hn')]
@@ -153,7 +156,7 @@ _HERE = [replace(r, group='hard positives (not in the published table)') for r i
 CAE_TABLE1 = [ROWS['chance'], _THERE['clip'], ROWS['sds-clip'], _THERE['clip-coco'], *rows(*(f'cae-{k}' for k in _CAE)), *_HERE]
 CAE_TABLE3 = [_THERE['clip'], *rows(*(f'cae-{k}' for k in _CAE), 'cae-average'), _THERE['clip-coco'], *_HERE]
 
-# %% ../nbs/lib/20_experiments.ipynb #f03f9e31
+# %% ../nbs/lib/20_experiments.ipynb #7da94f7c
 def _coco_options(profile: Profile, row: Row) -> dict:
     "Files of COCO training data for a row. Raises CompvlError that names every missing one, and where it comes from."
     needed = dict(hard_negatives=row.method in ('hn', 'negclip') or (row.method == 'hp+hn' and row.w_hn != 0), hard_positives='hp' in row.method)
@@ -175,8 +178,9 @@ def train_config(row: Row, profile: Profile, seed: int = 0) -> TrainConfig:
                        weight_decay=p.weight_decay, precision=p.precision, seed=seed)
 
 def row_model(row: Row, profile: Profile, seed: int = 0, runs=None, on_log: Callable[[dict], None] | None = None) -> Model:
-    "The model of a row: the profile's start itself, or the finished training run, which is made, resumed or reused. `runs`: folder of runs."
+    "The model of a row: the profile's start itself, a released checkpoint, or the finished training run, which is made, resumed or reused. `runs`: folder of runs."
     if row.source == 'pretrained': return create_model(profile.model, profile.pretrained)
+    if row.source == 'not yet trained' and row.zoo and profile.root: return load_zoo(row.zoo, profile.root)
     return train(train_config(row, profile, seed), runs=runs, progress=False, on_log=on_log).model
 
 # %% ../nbs/lib/20_experiments.ipynb #9ff69726
@@ -368,7 +372,7 @@ class _Screen:
     def done(self, text):
         if self.handle is not None: self.write(text)
 
-# %% ../nbs/lib/20_experiments.ipynb #923d24e2
+# %% ../nbs/lib/20_experiments.ipynb #8af9af2e
 def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple[pd.DataFrame, dict]:
     "Tidy figures of chance, or of the oracle with its scores."
     if row.key == 'chance':
@@ -402,14 +406,14 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
     """Figures of rows on benchmarks (by name), trained and evaluated where they are not there yet.
 
     Writes `<out>/results/<name>.csv`, tidy, after each row, `<name>_summary.csv` over the seeds, and `<name>.json` with profile, configs and environment; keeps the scores by item in
-    `<out>/results/parts`, training runs in `$COMPVL_RUNS`, or else in `<out>/runs`. Rows that are not yet trained are passed over. A row that
+    `<out>/results/parts`, training runs in `$COMPVL_RUNS`, or else in `<out>/runs`. Rows that are not yet trained are passed over, unless there is a data root: then their released checkpoint is evaluated. A row that
     fails is reported in `problems` while the others go on; a benchmark without its files, in `missing`.
     Bounds and pretrained rows have one seed."""
     rows, out, t0 = list(rows), Path(out), time.perf_counter()
     runs, keep = os.environ.get('COMPVL_RUNS') or out/'runs', out/'results'/'parts'
     found, missing = load(benchmarks, profile)
     res, tables, ids = Results(profile, rows, found, pd.DataFrame(columns=COLUMNS), {}, missing), [], [identity(b) for b in found]
-    todo = [(r, s) for r in rows if r.source != 'not yet trained' for s in (profile.seeds if r.source == 'trained' else (0,))] if found else []
+    todo = [(r, s) for r in rows if r.source != 'not yet trained' or r.zoo and profile.root for s in (profile.seeds if r.source == 'trained' else (0,))] if found else []
     steps, screen = profile.steps or 0, _Screen() if progress else None
     with tqdm(total=steps*sum(r.source == 'trained' for r, _ in todo) or None, unit='step', ncols=110, file=screen, disable=not progress, leave=False) as bar:
         for k, (row, seed) in enumerate(todo, 1):
@@ -418,7 +422,7 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
             start = bar.n
             try: table, scores = _evaluated(row, seed, profile, found, keep, runs, lambda r: bar.update())
             except Exception as e:
-                if row.source == 'bound' and isinstance(e, CompvlError): missing[row.key] = str(e); continue
+                if row.source in ('bound', 'not yet trained') and isinstance(e, CompvlError): missing[row.key] = str(e); continue
                 res.problems[row.key] = str(e) if isinstance(e, CompvlError) else f'{type(e).__name__}: {e}'
                 continue
             finally:

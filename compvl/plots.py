@@ -231,7 +231,7 @@ def changes(res, base, rows: Sequence, columns: Sequence[Column], names: Sequenc
         if handles: fig.legend(handles, labels, loc='outside upper center', ncols=min(4, len(labels)), frameon=False)
     return fig
 
-# %% ../nbs/lib/19_plots.ipynb #3f2dc139
+# %% ../nbs/lib/19_plots.ipynb #8667a7ef
 _SAID = dict(caption=('s_c', True), hard_negative=('s_n', False), hard_positive=('s_p', True), foil=('s_f', False), sentence=(None, True))
 
 def _lines(item, row) -> list[tuple[str, str]]:
@@ -243,7 +243,7 @@ def _lines(item, row) -> list[tuple[str, str]]:
     if hasattr(item, 'caption_0'): out += [(f"{k}: {getattr(item, f'caption_{k}')}", plain) for k in (0, 1)] + [(f"image {i}: caption 0 {row[f's_{i}0']:.3f}, caption 1 {row[f's_{i}1']:.3f}", plain) for i in (0, 1)]
     if 'predicted' in row: out += [(f"✓ {row['label']}", good), (f"✗ {row['predicted']}", bad), (f"rank of the right class: {row['rank'] + 1}", plain)]
     if 'direction' in row: out += [(f"✓ {row['captions']}", good), (f"{row['direction'].replace('_', ' ')}: rank {row['rank'] + 1}", plain)]
-    if hasattr(item, 'sentence_1'): out += [(item.sentence_1, plain), (item.sentence_2, plain), (f"cosine {row['cosine']:.3f}, people {row['gold']:g}", plain)]
+    if hasattr(item, 'sentence_1'): out += [(item.sentence_1, plain), (item.sentence_2, plain), (f"cosine {row['cosine']:.3f}, gold score {row['gold']:g}", plain)]
     return out
 
 def draw_failures(failures: Sequence[tuple], size: int = 224):

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pandas as pd, pytest, torch
 from PIL import Image
+from safetensors.torch import load_file
 
+from compvl import zoo
 from compvl.core import CompvlError, notebooks_dir
 from compvl.experiments import PROFILES, TABLE1, TRIPLETS, get_profile, results, rows
 from compvl.models import create_model
@@ -103,6 +105,12 @@ def test_the_paper_profile_on_files_in_the_released_formats(start, tmp_path, mon
     n = res.table[(res.table.metric == "orig_acc") & (res.table.method == "hn")].set_index(["benchmark", "group"]).n
     assert n["replace", "macro"] == 4 and n["swap", "all"] == 1
     shutil.rmtree(tmp_path/"data/hard_negatives_ft")
+    monkeypatch.setitem(zoo.ZOO, "negclip", dataclasses.replace(zoo.ZOO["negclip"], architecture="micro-clip", activation="gelu"))      # released checkpoints stand for rows that are not trained here
+    (tmp_path/"data/checkpoints/negclip").mkdir(parents=True)
+    torch.save({"epoch": 5, "state_dict": {f"module.{k}": v for k, v in load_file(start).items()}}, tmp_path/"data/checkpoints/negclip/negclip.pth")
+    theirs = results(rows("clip", "negclip", "svlc"), TRIPLETS, profile, tmp_path/"out", "released", progress=False)
+    assert set(theirs.table.method) == {"clip", "negclip"} and not theirs.problems and "checkpoints/svlc" in theirs.gaps["svlc"]
+    assert theirs.difference(("clip", "swap", "all", "mean_c"), ("negclip", "swap", "all", "mean_c"))["diff"] == 0      # the same weights
     again = results(rows("clip", "hn"), TRIPLETS, profile, tmp_path/"out", "paper", progress=False)
     assert set(again.table.method) == {"clip"} and "replace_hn.jsonl" in again.problems["hn"]
     with pytest.raises(CompvlError, match="1 of 2 rows failed"): again.check()
