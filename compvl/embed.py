@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Shards', 'inference', 'Embedder', 'CrossEmbedder', 'scorer_of']
 
-# %% ../nbs/lib/16_embed.ipynb #cee94f69
+# %% ../nbs/lib/16_embed.ipynb #2403a75b
 import hashlib, itertools, re, time, warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np, torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -91,7 +92,7 @@ def _renderer() -> str:
     "A hash of the code that draws scenes, so that features of another version's drawings are never taken for ours."
     return hashlib.blake2b(Path(microworld.__file__).read_bytes(), digest_size=8).hexdigest()
 
-# %% ../nbs/lib/16_embed.ipynb #78efd830
+# %% ../nbs/lib/16_embed.ipynb #10c25154
 class _Store:
     "Features by key in memory, read from and added to shards on disk where there are any."
     def __init__(self, folder=None, every=60):
@@ -191,6 +192,12 @@ class Embedder:
         with atomic_write(file) as tmp: np.save(tmp, x.numpy())
         return x
 
+    def _draw(self, scenes: list[Scene]) -> Tensor:
+        "Scenes as the model sees them: drawn at its size where that is known, else at 224 pixels and preprocessed."
+        if self.model.can_normalize: return self.model.normalize(microworld.render(scenes, self.model.image_size))
+        pictures = microworld.render(scenes, 224).permute(0, 2, 3, 1).numpy()
+        return torch.stack([self.model.preprocess(Image.fromarray(p)) for p in pictures]).to(self.model.device)
+
     def _batch(self, xs: list[Tensor]) -> Tensor:
         x = torch.stack(xs).to(self.model.device)
         return self._normalize(x.float().div_(255)) if x.dtype == torch.uint8 else x
@@ -204,13 +211,12 @@ class Embedder:
             found |= zip(on_disk, _ahead(pool, self._image_key, on_disk, 4*self.workers))
             bad = {i: k for i, k in found.items() if isinstance(k, Exception)}
             missing = {k: i for i, k in found.items() if i not in bad and k not in self._images.index}
-            drawn = lambda i: isinstance(i, Scene) and self.model.can_normalize     # at the model's size at once, a batch at a time
-            scenes = [(k, i) for k, i in missing.items() if drawn(i)]
-            files = [(k, i) for k, i in missing.items() if not drawn(i)]
+            scenes = [(k, i) for k, i in missing.items() if isinstance(i, Scene)]
+            files = [(k, i) for k, i in missing.items() if not isinstance(i, Scene)]
             def batches():
                 for b in _batches(scenes, self.batch_size):
-                    pixels = microworld.render([i for _, i in b], self.model.image_size)
-                    yield [k for k, _ in b], lambda: self.model.encode_image(self.model.normalize(pixels)), len(b)
+                    x = self._draw([i for _, i in b])
+                    yield [k for k, _ in b], lambda: self.model.encode_image(x), len(b)
                 loaded = zip(files, _ahead(pool, lambda f: self._load(f[1], f[0]), files, 2*self.batch_size))
                 for b in _batches(loaded, self.batch_size):
                     bad.update({i: x for (_, i), x in b if isinstance(x, Exception)})

@@ -6,7 +6,7 @@
 __all__ = ['ACTIVATIONS', 'register_configs', 'eot_positions', 'encode_text', 'activation', 'weights_digest', 'Model',
            'WrappedModel', 'wrap_model', 'read_metadata', 'read_weights', 'load_weights', 'create_model']
 
-# %% ../nbs/lib/03_models.ipynb #3e88ba95
+# %% ../nbs/lib/03_models.ipynb #1dcdc153
 import argparse, hashlib, logging, math, os, pickle, re, socket, warnings, zipfile
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn, Tensor
+from torchvision import transforms
 
 from .core import CompvlError, atomic_write, data_dir, pick, read_json
 
@@ -172,7 +173,7 @@ def _cut(tokenizer, captions, n) -> list[bool]:
     pad = empty.mode().values
     return ((more != pad).sum(1) > (short != pad).sum(1)).tolist()
 
-# %% ../nbs/lib/03_models.ipynb #326ed705
+# %% ../nbs/lib/03_models.ipynb #883e1790
 @dataclass
 class WrappedModel(Model):
     "A `Model` around somebody else's network; `image_size` (pixels), `mean` and `std` (three floats each) are None where unknown."
@@ -180,15 +181,24 @@ class WrappedModel(Model):
     mean: tuple | None = None
     std: tuple | None = None
 
+def _read_transform(preprocess) -> tuple:
+    "Size in pixels, mean and std that a torchvision preprocessing gives its images; None for each that it does not show."
+    steps = getattr(preprocess, 'transforms', [])
+    sizes = [t.size for t in steps if isinstance(t, (transforms.Resize, transforms.CenterCrop))]
+    sizes = [s if isinstance(s, int) else s[0] for s in sizes if isinstance(s, int) or len({*s}) == 1]
+    norm = next((t for t in steps if isinstance(t, transforms.Normalize)), None)
+    return (sizes[-1] if sizes else None), *((tuple(map(float, norm.mean)), tuple(map(float, norm.std))) if norm else (None, None))
+
 def wrap_model(clip: nn.Module, preprocess: Callable, tokenizer: Callable, name: str = 'wrapped', image_size=None, mean=None, std=None) -> WrappedModel:
     """A `Model` for evaluation from any module with `encode_image` (float [B, 3, H, W] -> [B, D]) and `encode_text` (int64 [B, L] -> [B, D]); set to eval mode.
 
-    `preprocess`: PIL image -> float [3, H, W]; `tokenizer`: list of str -> int64 [B, L]. Raises CompvlError where a method or the weights are missing."""
+    `preprocess`: PIL image -> float [3, H, W]; `tokenizer`: list of str -> int64 [B, L]. `image_size` (pixels), `mean`, `std` (three floats each): default, what a torchvision `preprocess`
+    shows of them. Raises CompvlError where a method or the weights are missing."""
     lacks = [m for m in ('encode_image', 'encode_text') if not callable(getattr(clip, m, None))]
     if lacks: raise CompvlError(f"{name} ({type(clip).__name__}) has no {' and no '.join(lacks)}: wrap it in an nn.Module that has both")
     if not isinstance(clip, nn.Module) or next(clip.parameters(), None) is None:
         raise CompvlError(f"{name} ({type(clip).__name__}) shows no weights, by which its cached features would be told from others': make it an nn.Module that holds its network")
-    return WrappedModel(clip.eval(), preprocess, tokenizer, name, None, image_size, mean, std)
+    return WrappedModel(clip.eval(), preprocess, tokenizer, name, None, *(given or shown for given, shown in zip((image_size, mean, std), _read_transform(preprocess))))
 
 # %% ../nbs/lib/03_models.ipynb #73b167ee
 def _unreadable(path, e): return CompvlError(f"{path} cannot be read as weights ({(str(e).splitlines() or [type(e).__name__])[0][:120]}): fetch or save it again")

@@ -6,7 +6,7 @@
 __all__ = ['METRIC_TITLES', 'ACCURACY', 'MEAN_SCORES', 'ORIGINAL_SCORE', 'SPLIT', 'ZERO_SHOT', 'RETRIEVAL', 'COMPOSITION',
            'PARTS', 'published', 'published_cells', 'Column', 'Table', 'beside']
 
-# %% ../nbs/lib/18_tables.ipynb #0c7a16e6
+# %% ../nbs/lib/18_tables.ipynb #645ed9a8
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np, pandas as pd
 
-from .core import CompvlError, atomic_write, config_hash, data_dir, pick
+from .core import atomic_write, config_hash, data_dir, pick
 
 # %% ../nbs/lib/18_tables.ipynb #f8333574
 def published(name: str) -> pd.DataFrame:
