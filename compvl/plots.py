@@ -231,7 +231,7 @@ def changes(res, base, rows: Sequence, columns: Sequence[Column], names: Sequenc
         if handles: fig.legend(handles, labels, loc='outside upper center', ncols=min(4, len(labels)), frameon=False)
     return fig
 
-# %% ../nbs/lib/19_plots.ipynb #8667a7ef
+# %% ../nbs/lib/19_plots.ipynb #3318c15a
 _SAID = dict(caption=('s_c', True), hard_negative=('s_n', False), hard_positive=('s_p', True), foil=('s_f', False), sentence=(None, True))
 
 def _lines(item, row) -> list[tuple[str, str]]:
@@ -260,7 +260,7 @@ def draw_failures(failures: Sequence[tuple], size: int = 224):
                 ax.imshow(open_image(image, size))
                 score = f"  {row['s_pos' if k == 0 else 's_neg']:.3f}" if 's_pos' in row else ''
                 ax.set_title(names[k] + score, fontsize=9, color=TEXTS['c' if k == 0 else 'n'][1] if 's_pos' in row else '#333333')
-            text.set_title(f"{row['id']}  {row['group']}".strip() + f", margin {row['margin']:.3g}", fontsize=8, loc='left', color='#777777')
+            text.set_title(f"{row['id']}  {row['group']}".strip() + f", margin {row['margin']:{',.0f' if 'rank' in row and 's_c' not in row else '.3f'}}", fontsize=8, loc='left', color='#777777')
             lines = [(line, color) for said, color in _lines(item, row) for line in textwrap.wrap(said, 78, subsequent_indent='   ')]
             for k, (line, color) in enumerate(lines): text.text(0, .97 - k*max(.105, .9/max(len(lines), 1)) if len(lines) > 9 else .95 - .125*k, line, color=color, fontsize=9, va='top', transform=text.transAxes)
     return fig
