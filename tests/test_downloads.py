@@ -203,7 +203,8 @@ def test_a_full_disk(web, tmp_path, monkeypatch):
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_leaves_a_part_that_is_resumed(web, tmp_path, sign):
     web.rate, target = 200_000, tmp_path/"f.bin"
-    child = subprocess.Popen([sys.executable, "-c", f"from compvl.downloads import download; download({web.url + '/f.bin'!r}, {str(target)!r})"], stderr=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", f"from compvl.downloads import download; download({web.url + '/f.bin'!r}, {str(target)!r})"], stderr=subprocess.PIPE,
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))      # a shell starts its background jobs deaf to it
     part = tmp_path/"f.bin.part"
     for _ in range(1000):
         if part.exists() and part.stat().st_size > 100_000: break
