@@ -62,7 +62,7 @@ class Shards:
         digest = _digest(k, features)
         with atomic_write(self.folder/f'{digest}.safetensors') as tmp: save_file(dict(keys=k, features=features.contiguous()), tmp, metadata=dict(digest=digest))
 
-# %% ../nbs/lib/16_embed.ipynb #f1daac9e
+# %% ../nbs/lib/16_embed.ipynb #c41637c5
 @contextmanager
 def inference(model, device=None):
     "The model in eval mode on `device` (default: where it is), without gradients; its mode and place are restored afterwards."
@@ -74,6 +74,8 @@ def inference(model, device=None):
     finally:
         for m in training: m.training = True
         if device is not None: model.clip.to(home)
+
+def _picture_key(picture: Image.Image) -> bytes: return hashlib.blake2b(picture.tobytes() + repr(picture.size).encode(), digest_size=16).digest()
 
 def _ahead(pool, f, items, n):
     "`f(item)` for each item in order, computed by the pool's threads at most `n` ahead."
@@ -92,7 +94,9 @@ def _renderer() -> str:
     "A hash of the code that draws scenes, so that features of another version's drawings are never taken for ours."
     return hashlib.blake2b(Path(microworld.__file__).read_bytes(), digest_size=8).hexdigest()
 
-# %% ../nbs/lib/16_embed.ipynb #10c25154
+def _scene_key(scene: Scene) -> bytes: return _key(f'{scene.key()} {_renderer()}')
+
+# %% ../nbs/lib/16_embed.ipynb #527bc3a9
 class _Store:
     "Features by key in memory, read from and added to shards on disk where there are any."
     def __init__(self, folder=None, every=60):
@@ -170,12 +174,11 @@ class Embedder:
 
     def _image_key(self, image) -> bytes | CompvlError:
         "Key of an image's content, or the error that kept it from being read."
-        if isinstance(image, Scene): return _key(f'{image.key()} {_renderer()}')
+        if isinstance(image, Scene): return _scene_key(image)
         path = image_path(image)
         if isinstance(image, StoredImage):
-            try: picture = open_image(image)
+            try: return _picture_key(open_image(image))
             except CompvlError as e: return e
-            return hashlib.blake2b(picture.tobytes() + repr(picture.size).encode(), digest_size=16).digest()
         try: return hashlib.blake2b(path.read_bytes() + repr(getattr(image, 'box', None)).encode(), digest_size=16).digest()
         except OSError as e: return CompvlError(f"Image {path} cannot be read ({e.strerror}): download it there, or mend the image root.")
 
@@ -261,7 +264,7 @@ class Embedder:
         A, B = self.texts([*a, *b], f'{desc}sentences').chunk(2)
         return torch.einsum('nd,nd->n', A, B).numpy()
 
-# %% ../nbs/lib/16_embed.ipynb #84368f1e
+# %% ../nbs/lib/16_embed.ipynb #bd2c2561
 class CrossEmbedder:
     """Scores of (image, caption) pairs, each distinct one computed once; the counterpart of `Embedder` for a `PairScorer`.
 
@@ -279,10 +282,9 @@ class CrossEmbedder:
 
     def _read(self, image):
         "Key of an image's content, or the error that keeps it from being decoded."
-        if isinstance(image, Scene): return _key(f'{image.key()} {_renderer()}')
-        try: picture = open_image(image)
+        if isinstance(image, Scene): return _scene_key(image)
+        try: return _picture_key(open_image(image))
         except CompvlError as e: return e
-        return hashlib.blake2b(picture.tobytes() + repr(picture.size).encode(), digest_size=16).digest()
 
     def add_images(self, images: Iterable, desc: str = 'images') -> dict:
         "Decode the images not met before; returns image -> error for those that cannot be."

@@ -6,7 +6,7 @@
 __all__ = ['TASKS', 'AVERAGES', 'COLUMNS', 'Task', 'task_of', 'item_scores', 'identity', 'Kept', 'averages', 'average_parts',
            'evaluate', 'macro_groups', 'compare', 'compare_models', 'item_table', 'worst']
 
-# %% ../nbs/lib/17_evaluate.ipynb #a76fbd89
+# %% ../nbs/lib/17_evaluate.ipynb #a5115b22
 import dataclasses, hashlib, warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from .benchmarks import expand, load_benchmark, load_benchmarks
 from .core import CompvlError, atomic_write, config_hash, git_commit, pick, read_json, write_json
 from .embed import scorer_of
 from .items import Benchmark, image_key, image_path, item_images
-from .metrics import Correlation, bootstrap, classification_ranks, figures, pair_outcomes, paired_bootstrap, square_outcomes, triplet_outcomes
+from .metrics import Correlation, bootstrap, classification_ranks, figures, pair_outcomes, paired_bootstrap, resampled_difference, square_outcomes, triplet_outcomes
 
 # %% ../nbs/lib/17_evaluate.ipynb #26468a79
 class Task(NamedTuple):
@@ -155,7 +155,7 @@ def item_scores(model, benchmark: Benchmark | str, *, cache=None, device=None, b
     scorer = scorer_of(model, cache, batch_size, progress)
     with scorer.on(device): return _score(benchmark, scorer, skip_damaged)
 
-# %% ../nbs/lib/17_evaluate.ipynb #8f13eedb
+# %% ../nbs/lib/17_evaluate.ipynb #53acfd55
 @lru_cache
 def _code() -> str:
     "A hash of the code that a score depends on beside weights and items."
@@ -163,8 +163,8 @@ def _code() -> str:
     return hashlib.sha256(b''.join(Path(m).read_bytes() for m in modules)).hexdigest()
 
 def identity(b: Benchmark) -> str:
-    "12 hex digits that change with any item of a benchmark, or with the file behind an image."
-    return config_hash([b.name, b.task, b.classes, b.templates, [[image_key(x) for x in item_images(i)] + [v for k, v in vars(i).items() if 'image' not in k] for i in b.items]])
+    "12 hex digits that change with any item of a benchmark, with what it averages over, or with the file behind an image."
+    return config_hash([b.name, b.task, b.classes, b.templates, b.not_in_macro, [[image_key(x) for x in item_images(i)] + [v for k, v in vars(i).items() if 'image' not in k] for i in b.items]])
 
 class Kept:
     "Scores of benchmarks in a folder, a part for each model and benchmark."
@@ -186,7 +186,7 @@ class Kept:
         with atomic_write(self.folder/f'{key}.csv.gz') as tmp: table.to_csv(tmp, index=False)
         write_json(self.folder/f'{key}.json', dict(dtypes={c: 'str' if table[c].dtype.kind not in 'fiub' else str(t) for c, t in table.dtypes.items()}, attrs=table.attrs))
 
-# %% ../nbs/lib/17_evaluate.ipynb #795d30bc
+# %% ../nbs/lib/17_evaluate.ipynb #e8af7e01
 AVERAGES = {w: (tuple(expand(w)),) for w in ('replace', 'sugarcrepe', 'sugarcrepe-pp', 'valse', 'valse-relation')} | {
     'sugarcrepe-object': (('sugarcrepe-add-obj', 'sugarcrepe-replace-obj', 'sugarcrepe-swap-obj'),), 'sugarcrepe-relation': (('sugarcrepe-replace-rel',),),
     'sugarcrepe-attribute': (('sugarcrepe-add-att', 'sugarcrepe-replace-att', 'sugarcrepe-swap-att'),),
@@ -243,7 +243,6 @@ def evaluate(model, benchmarks: Sequence[Benchmark | str], *, cache=None, pixels
                 t = _score(b, scorer, skip_damaged)
                 t.attrs['commit'] = commit
                 if kept: kept.save(key, t)
-            t.attrs['not_in_macro'] = list(b.not_in_macro)
             scores[b.name] = t
     for b in benchmarks:
         t, of = scores[b.name], len(b.items)
@@ -257,7 +256,7 @@ def evaluate(model, benchmarks: Sequence[Benchmark | str], *, cache=None, pixels
     df = pd.concat(tables, ignore_index=True).assign(model=model_name or scorer.name, method=method or '', seed=seed, config=config)[COLUMNS]
     return (df, scores) if return_scores else df
 
-# %% ../nbs/lib/17_evaluate.ipynb #f3f0b52e
+# %% ../nbs/lib/17_evaluate.ipynb #7347009b
 def macro_groups(table: pd.DataFrame) -> list[str]:
     "The groups of a table of scores that count in its macro average: all that the benchmark does not leave out (`attrs['not_in_macro']`)."
     return [g for g in table.group.unique() if g and g not in table.attrs.get('not_in_macro', ())]
@@ -280,8 +279,11 @@ def compare(a: pd.DataFrame, b: pd.DataFrame, n_boot: int = 10_000, seed: int = 
     (percent, except for mean scores).
 
     `a`, `b`: tables of `item_scores` of the same benchmark, in any order of rows. Raises CompvlError where they hold other items."""
-    a, b = _aligned(a, b)
-    x, y, rows = task_of(a).outcomes(a), task_of(b).outcomes(b), []
+    return _compared(*_aligned(a, b), n_boot, seed)
+
+def _compared(a, b, x, y, n_boot, seed) -> pd.DataFrame:
+    "`compare` of aligned tables `a`, `b` with outcomes `x`, `y`."
+    rows = []
     for metric in x:
         if metric in _COUNTS: continue
         if isinstance(x[metric], Correlation):
@@ -294,21 +296,19 @@ def compare(a: pd.DataFrame, b: pd.DataFrame, n_boot: int = 10_000, seed: int = 
     return pd.DataFrame(rows, columns=['group', 'metric', *_DIFFERENCE])
 
 def _aligned(a, b):
-    "Both tables in the same order of rows."
+    "Both tables in the same order of rows, and their outcomes."
     key = [k for k in ('direction', 'id') if k in a]
     if list(a.columns) != list(b.columns): raise CompvlError(f"the scores are of other tasks: {', '.join(a.columns)} and {', '.join(b.columns)}; compare those of one benchmark")
     a, b = (t.sort_values(key, ignore_index=True) for t in (a, b))
     if not a[key].equals(b[key]):
         odd = sorted(set(a.id) ^ set(b.id))
         raise CompvlError(f"the models were scored on other items: {len(odd)} ids are in one table only{f', {odd[0]} among them' if odd else ''}; evaluate both on the same benchmark")
-    return a, b
+    return a, b, task_of(a).outcomes(a), task_of(b).outcomes(b)
 
 def _correlation_difference(p: Correlation, q: Correlation, n_boot, seed) -> tuple:
-    diffs = q.resampled(n_boot, seed) - p.resampled(n_boot, seed)
-    tail = min((diffs <= 0).sum(), (diffs >= 0).sum())
-    return p.value, q.value, q.value - p.value, *map(float, np.quantile(diffs, [.025, .975])), float(min(1., 2*(tail + 1)/(n_boot + 1))), len(p)
+    return p.value, q.value, q.value - p.value, *resampled_difference(q.resampled(n_boot, seed) - p.resampled(n_boot, seed)), len(p)
 
-# %% ../nbs/lib/17_evaluate.ipynb #5bd51399
+# %% ../nbs/lib/17_evaluate.ipynb #f9b5ce5f
 def compare_models(scores: Mapping[str, Mapping[str, pd.DataFrame]], reference: str | None = None, n_boot: int = 10_000, seed: int = 0) -> pd.DataFrame:
     """Paired differences of several models from one: rows `benchmark, group, metric, model, reference, a, b, diff, lo, hi, p, n`, with `a` the reference's figure and
     `b` the model's.
@@ -318,12 +318,11 @@ def compare_models(scores: Mapping[str, Mapping[str, pd.DataFrame]], reference: 
     reference, out = pick(reference, scores, 'model') if reference else next(iter(scores)), []
     for name, theirs in scores.items():
         if name == reference: continue
-        shared = [b for b in scores[reference] if b in theirs]
-        tables = [compare(scores[reference][b], theirs[b], n_boot, seed).assign(benchmark=b) for b in shared]
-        both = {b: [task_of(t).outcomes(t) for t in _aligned(scores[reference][b], theirs[b])] for b in shared}
-        for w, parts in averages(shared).items():
-            for metric, have in _averaged({b: both[b][0] for b in parts}, parts).items():
-                p, q = ([both[b][k][metric] for b in have] for k in (0, 1))
+        both = {b: _aligned(t, theirs[b]) for b, t in scores[reference].items() if b in theirs}
+        tables = [_compared(*aligned, n_boot, seed).assign(benchmark=b) for b, aligned in both.items()]
+        for w, parts in averages(both).items():
+            for metric, have in _averaged({b: both[b][2] for b in parts}, parts).items():
+                p, q = ([both[b][k][metric] for b in have] for k in (2, 3))
                 tables.append(pd.DataFrame([('macro', metric, *_difference(p, q, n_boot, seed))], columns=['group', 'metric', *_DIFFERENCE]).assign(benchmark=w))
         out += [t.assign(model=name, reference=reference) for t in tables]
     columns = ['benchmark', 'group', 'metric', 'model', 'reference', *_DIFFERENCE]

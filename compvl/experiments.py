@@ -8,7 +8,7 @@ __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'TABLE3', 'TABLE10', 'CA
            'base_record', 'chance', 'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'results', 'Claim', 'change',
            'verdict', 'judge', 'findings', 'comparisons', 'Example', 'examples']
 
-# %% ../nbs/lib/20_experiments.ipynb #cb2edf3a
+# %% ../nbs/lib/20_experiments.ipynb #59c87b70
 import itertools, math, os, random, shutil, sys, time, warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from .benchmarks import expand, load_benchmark
 from .core import CompvlError, atomic_write, config_hash, data_dir, environment, git_commit, pick, read_json, write_json
 from .evaluate import AVERAGES, COLUMNS, TASKS, average_parts, averages, evaluate, identity, macro_groups, task_of
 from .items import REGISTRY, Benchmark
-from .metrics import Correlation, bootstrap, figures, triplet_metrics
+from .metrics import Correlation, bootstrap, figures, resampled_difference, triplet_metrics
 from .microworld import Scene, truth
 from .models import Model, create_model
 from .tables import ACCURACY, Column, published_cells
@@ -250,7 +250,7 @@ def seed_bootstrap(parts: Sequence[np.ndarray], weights: Sequence[float] | None 
         boot += w*((picks*means).sum(1) if len(p) > 1 else means[:, 0])
     return float(sum(w*p.mean() for w, p in zip(weights, parts))), boot
 
-# %% ../nbs/lib/20_experiments.ipynb #6ebe02fe
+# %% ../nbs/lib/20_experiments.ipynb #d6640808
 @dataclass
 class Results:
     """Figures of rows on benchmarks.
@@ -334,9 +334,8 @@ class Results:
             if paired: diff, boot = seed_bootstrap([q - p for p, q in zip(x, y)], n_boot=n_boot)
             else: diff, boot = seed_bootstrap([*y, *x], [1/len(y)]*len(y) + [-1/len(x)]*len(x), n_boot)
             va, vb = (float(np.mean([p.mean() for p in parts])) for parts in (x, y))
-        lo, hi = np.quantile(boot, [.025, .975])
-        p = min(1., 2*(min((boot <= 0).sum(), (boot >= 0).sum()) + 1)/(n_boot + 1))
-        return dict(a=va, b=vb, diff=diff, lo=float(lo), hi=float(hi), p=float(p), paired=paired)
+        lo, hi, p = resampled_difference(boot)
+        return dict(a=va, b=vb, diff=diff, lo=lo, hi=hi, p=p, paired=paired)
 
 # %% ../nbs/lib/20_experiments.ipynb #d184cfc6
 TRIPLETS = ('replace-relations', 'replace-attributes', 'swap')

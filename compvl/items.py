@@ -217,7 +217,7 @@ def read_list(path) -> list:
     if not isinstance(data, list): raise CompvlError(f"{path} holds a {type(data).__name__}, not a list of items: is it the right file?")
     return data
 
-# %% ../nbs/lib/11_items.ipynb #f252011f
+# %% ../nbs/lib/11_items.ipynb #53725cf3
 class Loaded(NamedTuple):
     "What a loader gives: items, where they came from, for classification the class names and prompt templates, and the groups that the published macro average leaves out."
     items: list
@@ -248,9 +248,9 @@ class Request:
 
     def pick_source(self, places: Mapping[str, str]) -> tuple[str, Path]:
         "(source, path) of the source asked for, else of the first whose path under the root exists. Raises `CompvlError` where there is none."
-        for name, place in ({self.source: places[self.source]} if self.source else places).items():
-            if (self.root/place).exists(): return name, self.root/place
         wanted = {self.source: places[self.source]} if self.source else places
+        for name, place in wanted.items():
+            if (self.root/place).exists(): return name, self.root/place
         raise self._absent(" or ".join(f"{p} (source {s!r})" for s, p in wanted.items()))
 
 Loader = Callable[[Request], Loaded]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHANCE', 'triplet_outcomes', 'triplet_metrics', 'pair_outcomes', 'square_outcomes', 'retrieval_ranks',
-           'classification_ranks', 'Interval', 'resampled_means', 'bootstrap', 'PairedInterval', 'paired_bootstrap',
-           'Correlation', 'figures']
+           'classification_ranks', 'Interval', 'resampled_means', 'bootstrap', 'PairedInterval', 'resampled_difference',
+           'paired_bootstrap', 'Correlation', 'figures']
 
 # %% ../nbs/lib/10_metrics.ipynb #6389d659
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ def classification_ranks(scores, labels) -> np.ndarray:
     labels = labels.to(scores.device)
     return ((scores >= scores.gather(1, labels[:, None])).sum(1) - 1).cpu().numpy()
 
-# %% ../nbs/lib/10_metrics.ipynb #822ac885
+# %% ../nbs/lib/10_metrics.ipynb #8e48f650
 class Interval(NamedTuple):
     "A figure with its bootstrap interval and the number of items behind it."
     value: float
@@ -151,20 +151,21 @@ class PairedInterval(NamedTuple):
     p: float
     n: int
 
+def resampled_difference(boot: np.ndarray, level: float = .95) -> tuple[float, float, float]:
+    "(lo, hi, p) of a difference from its resampled values [n_boot]: percentiles, and the two-sided p-value of none, twice the smaller tail with one added to both counts, so never 0."
+    lo, hi = np.quantile(boot, [(1-level)/2, (1+level)/2])
+    return float(lo), float(hi), float(min(1., 2*(min((boot <= 0).sum(), (boot >= 0).sum()) + 1)/(len(boot) + 1)))
+
 def paired_bootstrap(a, b, n_boot: int = 10_000, seed: int = 0, level: float = .95, joint: bool = False) -> PairedInterval:
     """Difference `b` − `a` of two models' means on the same items, resampling items (so both models together).
 
-    `a`, `b`: [N] numbers of the same items in the same order, or lists of such arrays by group (averaged with equal weight; `joint` as in `bootstrap`). `p` is the
-    two-sided bootstrap p-value of no difference, twice the smaller tail with one added to both counts, so never 0. Raises CompvlError when
-    the numbers of items differ."""
+    `a`, `b`: [N] numbers of the same items in the same order, or lists of such arrays by group (averaged with equal weight; `joint` as in `bootstrap`). `p` as in
+    `resampled_difference`. Raises CompvlError when the numbers of items differ."""
     a, b = _parts(a), _parts(b)
     if [p.size for p in a] != [p.size for p in b]:
         raise CompvlError(f"a paired comparison needs the same items, but one side has {[p.size for p in a]} and the other {[p.size for p in b]}: match the items by id first")
     d = [q - p for p, q in zip(a, b)]
-    means = _group_means(d, n_boot, seed, joint)
-    lo, hi = np.quantile(means, [(1-level)/2, (1+level)/2])
-    p = min(1., 2*(min((means <= 0).sum(), (means >= 0).sum()) + 1)/(n_boot + 1))
-    return PairedInterval(float(np.mean([x.mean() for x in d])), float(lo), float(hi), float(p), sum(x.size for x in d))
+    return PairedInterval(float(np.mean([x.mean() for x in d])), *resampled_difference(_group_means(d, n_boot, seed, joint), level), sum(x.size for x in d))
 
 # %% ../nbs/lib/10_metrics.ipynb #1f0c6bbb
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ def changes(res, base, rows: Sequence, columns: Sequence[Column], names: Sequenc
         if handles: fig.legend(handles, labels, loc='outside upper center', ncols=min(4, len(labels)), frameon=False)
     return fig
 
-# %% ../nbs/lib/19_plots.ipynb #3318c15a
+# %% ../nbs/lib/19_plots.ipynb #902740f9
 _SAID = dict(caption=('s_c', True), hard_negative=('s_n', False), hard_positive=('s_p', True), foil=('s_f', False), sentence=(None, True))
 
 def _lines(item, row) -> list[tuple[str, str]]:
@@ -262,5 +262,6 @@ def draw_failures(failures: Sequence[tuple], size: int = 224):
                 ax.set_title(names[k] + score, fontsize=9, color=TEXTS['c' if k == 0 else 'n'][1] if 's_pos' in row else '#333333')
             text.set_title(f"{row['id']}  {row['group']}".strip() + f", margin {row['margin']:{',.0f' if 'rank' in row and 's_c' not in row else '.3f'}}", fontsize=8, loc='left', color='#777777')
             lines = [(line, color) for said, color in _lines(item, row) for line in textwrap.wrap(said, 78, subsequent_indent='   ')]
-            for k, (line, color) in enumerate(lines): text.text(0, .97 - k*max(.105, .9/max(len(lines), 1)) if len(lines) > 9 else .95 - .125*k, line, color=color, fontsize=9, va='top', transform=text.transAxes)
+            top, step = (.97, .105) if len(lines) > 9 else (.95, .125)
+            for k, (line, color) in enumerate(lines): text.text(0, top - k*step, line, color=color, fontsize=9, va='top', transform=text.transAxes)
     return fig

@@ -164,7 +164,7 @@ _photographs("aro-images", "ARO's photographs (part of Visual Genome)", _ARO, Fi
     licence="CC BY 4.0", steps="With gdown (from PyPI), in aro/ under the data root:  gdown 1qaPlrwhGNMrR3a11iopZUT_GPP_LrgP9 -O vgr_vga_images.zip ; "
     "unzip vgr_vga_images.zip . The photographs of Visual Genome (visual-genome) serve as well.")
 
-# %% ../nbs/lib/13_sources.ipynb #41f4214f
+# %% ../nbs/lib/13_sources.ipynb #63ab8836
 def read_aro(path: str | Path, name: str) -> list[Pair]:
     """`visual_genome_relation.json` (group: `relation_name`) or `visual_genome_attribution.json` (group: the two `attributes`, joined by `_`).
 
@@ -181,7 +181,7 @@ def read_aro(path: str | Path, name: str) -> list[Pair]:
 
 @lru_cache
 def _left_out_relations() -> tuple[str, ...]:
-    with open(data_dir()/"paper/aro_left_out_of_macro.csv", encoding="utf-8", newline="") as f: return tuple(row["relation_name"] for row in csv.DictReader(f))
+    return tuple(row["relation_name"] for _, row in _csv(data_dir()/"paper/aro_left_out_of_macro.csv", ("relation_name",)))
 
 def aro_left_out(items: list[Pair], part: str) -> tuple[str, ...]:
     "Groups that ARO's macro average leaves out: of `relation`, those that its code lists, symmetric ones and others; of `attribution`, pairs with fewer than 25 items."

@@ -57,7 +57,7 @@ ORIGINAL_SCORE = [Column(b, 'mean score of the original caption', b, *_FIGURES[b
 SPLIT = ([Column(f'{p}_{m}', f'REPLACE {p}', METRIC_TITLES[m], f'replace-{p}', 'all', m) for p in ('relations', 'attributes') for m in ('orig_acc', 'aug_acc', 'brittleness')]
          + [Column(f'replace_{m}', 'REPLACE, average', METRIC_TITLES[m], 'replace', 'macro', m) for m in ('orig_acc', 'aug_acc', 'brittleness')])   # HP Table 7
 
-# %% ../nbs/lib/18_tables.ipynb #c6d43892
+# %% ../nbs/lib/18_tables.ipynb #bc90d012
 _RECALL = dict(t2i='text_to_image', i2t='image_to_text')
 _SETS = {'coco': 'COCO', 'flickr30k': 'Flickr30k'}
 
@@ -66,12 +66,12 @@ ZERO_SHOT = ([Column(f'imagenet1k_acc{k}', 'ImageNet', f'acc@{k}', 'imagenet', '
              + [Column(f'vtab20_acc{k}', 'VTAB', f'acc@{k}', 'vtab', 'macro', f'acc@{k}') for k in (1, 5)])   # HP Table 10
 RETRIEVAL = [Column(f'{b}_{d}_r{k}', f"{t}, {_RECALL[d].replace('_', ' ')}", f'recall@{k}', f'{b}-retrieval', 'all', f'{_RECALL[d]}_recall@{k}')
              for b, t in _SETS.items() for d in _RECALL for k in (1, 5)]                                          # CAE Table 3
-COMPOSITION = [Column(f'{b.lower().replace("-", "_")}_{p}', t, p, n.format(p), g, 'accuracy') for b, t, n, g, ps in [
-    ('aro', 'ARO', 'aro-{}', 'macro', ('relation', 'attribute')), ('sugarcrepe', 'SugarCrepe', 'sugarcrepe-{}', 'macro', ('relation', 'attribute')),
-    ('vlchecklist', 'VL-CheckList', 'vl-checklist-{}', 'macro', ('relation', 'attribute')), ('valse', 'VALSE', 'valse-{}', 'macro', ('relation',)),
-    ('svo_probes', 'SVO-Probes', 'svo-probes', 'verb', ('relation',)), ('comvg', 'ComVG', 'comvg', 'verb', ('relation',))] for p in ps]
-COMPOSITION = [c._replace(benchmark='aro-attribution') if c.key == 'aro_attribute' else c for c in COMPOSITION] + [
-    Column(f'winoground_{m}', 'Winoground', m, 'winoground-compositional', 'all', m) for m in ('text', 'image', 'group')]      # CAE Table 1
+COMPOSITION = [Column(f'{key}_{part}', title, part, benchmark, group, 'accuracy') for key, title, part, benchmark, group in [
+    ('aro', 'ARO', 'relation', 'aro-relation', 'macro'), ('aro', 'ARO', 'attribute', 'aro-attribution', 'macro'),
+    ('sugarcrepe', 'SugarCrepe', 'relation', 'sugarcrepe-relation', 'macro'), ('sugarcrepe', 'SugarCrepe', 'attribute', 'sugarcrepe-attribute', 'macro'),
+    ('vlchecklist', 'VL-CheckList', 'relation', 'vl-checklist-relation', 'macro'), ('vlchecklist', 'VL-CheckList', 'attribute', 'vl-checklist-attribute', 'macro'),
+    ('valse', 'VALSE', 'relation', 'valse-relation', 'macro'), ('svo_probes', 'SVO-Probes', 'relation', 'svo-probes', 'verb'), ('comvg', 'ComVG', 'relation', 'comvg', 'verb')]]
+COMPOSITION += [Column(f'winoground_{m}', 'Winoground', m, 'winoground-compositional', 'all', m) for m in ('text', 'image', 'group')]      # CAE Table 1
 
 # %% ../nbs/lib/18_tables.ipynb #23352c75
 _STYLE = dict(small='font-size:80%;color:#555;white-space:nowrap', status='font-size:80%;color:#777;font-style:italic', published='color:#0b57a4')
