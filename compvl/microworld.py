@@ -94,7 +94,7 @@ def relation_truth(scene: Scene, rel: int, i: int, j: int) -> int:
     along, across = {'left': (-dx, dy), 'right': (dx, dy), 'above': (-dy, dx), 'below': (dy, dx)}[name]
     return 1 if along > .15 and along > 1.5*abs(across) else (-1 if along <= .02 else 0)
 
-# %% ../nbs/lib/02_microworld.ipynb #03e34043
+# %% ../nbs/lib/02_microworld.ipynb #0eaed7dc
 SPLITS = dict(pretrain=(0, 70), finetune=(70, 85), val=(85, 92), test=(92, 100))
 _MAX = 4
 
@@ -111,6 +111,18 @@ def _zipf(n, s):
     return p/p.sum()
 
 _COUNTS, _ZIPF_OBJECT, _ZIPF_COLOR, _PLAIN, _DRAWN = (.1, .35, .35, .2), .5, .4, dict(size=.5, pattern=.55, state=.65, action=.6), .7
+
+def _mark(codes: np.ndarray, present: np.ndarray, relation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Hash of each content, uint64 [N], by which splits are drawn, and whether it holds a combination that is kept out, bool [N].
+
+    `codes`: [N, M, 6], noun, colour, size, pattern, state and action of M >= 2 objects; `present`: bool [N, M]; `relation`: [N], -1 for none."""
+    c, rel, base, key = codes.astype(np.uint64), (relation+1).astype(np.uint64), np.uint64(64), np.uint64(0)
+    for k in range(6): key = key*base + c[..., k]
+    tie = np.zeros(c.shape[:2], np.uint64); tie[:, :2] = rel[:, None]*np.array([1, 64], np.uint64)
+    content = _mix(np.where(present, _mix(_mix(key) + tie), np.uint64(0)).sum(1, dtype=np.uint64))
+    pair = _mix(c[..., 0]*base + c[..., 1]) % np.uint64(25) == 0
+    triple = _mix((c[:, 0, 0]*base + c[:, 1, 0])*base + rel + np.uint64(1 << 40)) % np.uint64(25) == 0
+    return content, (pair & present).any(1) | (triple & (relation >= 0))
 
 def _sample(n: int, rng: np.random.Generator, single=False) -> dict[str, np.ndarray]:
     "n random scenes as arrays [n, 4] (objects beyond `count` are to be ignored), with `relation` [n] and the hash of the content."
@@ -146,15 +158,7 @@ def _sample(n: int, rng: np.random.Generator, single=False) -> dict[str, np.ndar
         near = np.minimum(np.hypot(x[:, k]-x[:, 0], y[:, k]-y[:, 0]), np.hypot(x[:, k]-x[:, 1], y[:, k]-y[:, 1])) < .27
         present[:, k] &= ~(contact & near)
     a.update(x=x.round(3), y=y.round(3), r=radius, present=present, background=rng.integers(200, 245, n))
-    # the hash of the content, and whether it holds a combination that is kept out
-    code = np.zeros(size, np.uint64)
-    for f in ('object', 'color', 'size', 'pattern', 'state', 'action'): code = code*np.uint64(64) + a[f].astype(np.uint64)
-    h = _mix(code)
-    tie = np.where(rel[:, None] >= 0, (rel+1)[:, None].astype(np.uint64)*np.array([1, 64, 0, 0], np.uint64), np.uint64(0))
-    a['hash'] = _mix(np.where(present, _mix(h + tie), np.uint64(0)).sum(1, dtype=np.uint64))
-    pair = _mix(a['object'].astype(np.uint64)*np.uint64(64) + a['color'].astype(np.uint64)) % np.uint64(25) == 0
-    triple = _mix((a['object'][:, 0]*64 + a['object'][:, 1]).astype(np.uint64)*np.uint64(64) + (rel+1).astype(np.uint64) + np.uint64(1 << 40)) % np.uint64(25) == 0
-    a['heldout'] = (pair & present).any(1) | (triple & (rel >= 0))
+    a['hash'], a['heldout'] = _mark(np.stack([a[f] for f in ('object', 'color', 'size', 'pattern', 'state', 'action')], -1), present, rel)
     return a
 
 def _scenes_of(a, keep) -> list[Scene]:
@@ -426,7 +430,7 @@ def caption(scene: Scene, rng: random.Random, style: str = 'web') -> Caption:
         if places: return replace(c, place=rng.choice(places))
     return c
 
-# %% ../nbs/lib/02_microworld.ipynb #699599f5
+# %% ../nbs/lib/02_microworld.ipynb #dcf9708c
 @lru_cache
 def _patterns():
     alt = lambda ws: '|'.join(sorted(map(re.escape, ws), key=len, reverse=True))
