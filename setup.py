@@ -13,8 +13,8 @@ config.read("settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
 
 carried = {"compvl._data": "data", "compvl._notebooks": "nbs/paper"}
-extras = {name: cfg[f"{name}_requirements"].split() for name in ("notebooks", "text", "transformers", "dev")}
-extras["dev"] += extras["notebooks"] + extras["text"] + extras["transformers"]
+extras = {name: cfg[f"{name}_requirements"].split() for name in ("notebooks", "text", "transformers", "lm", "dev")}
+extras["dev"] += extras["notebooks"] + extras["text"] + extras["transformers"] + extras["lm"]
 
 setup(
     name=cfg["lib_name"],
@@ -34,7 +34,7 @@ setup(
     packages=find_packages(include=["compvl", "compvl.*"]) + list(carried),
     package_dir=carried,
     package_data={
-        "compvl._data": ["paper/*", "microworld/*", "results/**/*.csv", "results/**/*.json"],
+        "compvl._data": ["paper/*", "microworld/*", "text/*", "results/**/*.csv", "results/**/*.json"],
         "compvl._notebooks": ["*.ipynb"],
     },
     zip_safe=False,
