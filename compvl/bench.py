@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['BENCHES', 'ITEMS_PER_IMAGE', 'bench', 'run_bench', 'replace_structure', 'reference_scores', 'evaluate_engine',
-           'decoding', 'compositional', 'training_step']
+           'decoding', 'compositional', 'training_step', 'stand_in_captions', 'perturbing']
 
-# %% ../nbs/lib/32_bench.ipynb #5f437a32
-import inspect, random, tempfile, time
-from collections.abc import Callable
+# %% ../nbs/lib/32_bench.ipynb #683715e3
+import inspect, json, random, tempfile, threading, time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
-import numpy as np, torch
+import numpy as np, psutil, torch
 from open_clip import image_transform
 from PIL import Image
 from rich.console import Console
@@ -21,14 +22,19 @@ from tqdm.auto import tqdm
 
 from . import microworld
 from .benchmarks import load_benchmark, load_benchmarks
-from .core import CompvlError, environment, pick, write_json
+from .core import CompvlError, environment, pick, read_jsonl, write_json
 from .embed import Embedder, inference
 from .evaluate import evaluate, item_scores
 from .items import Benchmark, Triplet, open_image
 from .losses import total_loss
 from .models import create_model, wrap_model
+from .negatives import hard_negative
+from .operators import Refused
+from .parser import parse_many
+from .perturb import Captions, perturb_file
+from .words import plural, words
 
-# %% ../nbs/lib/32_bench.ipynb #4a116dae
+# %% ../nbs/lib/32_bench.ipynb #4e131660
 BENCHES: dict[str, Callable] = {}
 
 def bench(name: str):
@@ -47,7 +53,7 @@ def _show(name, r):
 def run_bench(name: str, json_path: str | Path | None = None, **options) -> dict:
     """Run the benchmark program `name` (see `BENCHES`) with its options, print a table with the ratio, and write the result as JSON to
     `json_path` where one is given. Returns the result: `what`, `rows`, `ratio`, `difference`, `options`, `environment`, and for a program
-    with a mark to reach `required` and `met`. Raises CompvlError for an unknown name or option, or where the two ways differ."""
+    with a mark to reach `met`, and `required` where the mark is the ratio's. Raises CompvlError for an unknown name or option, or where the two ways differ."""
     f = BENCHES[pick(name, BENCHES, 'benchmark program')]
     defaults = {k: p.default for k, p in inspect.signature(f).parameters.items()}
     for k in options: pick(k, defaults, f'option of {name}')
@@ -208,3 +214,55 @@ def training_step(batch_size: int = 128, steps: int = 5, model: str = 'micro-cli
     s0, s1 = seconds.values()
     return dict(what=f'{steps} steps of {batch_size} images and {3*batch_size} captions, {model}, {m.device.type}, {torch.get_num_threads()} threads',
                 rows=[{'way': k, 'seconds a step': s/steps, 'images a second': steps*batch_size/s} for k, s in seconds.items()], ratio=s0/s1, difference=difference)
+
+# %% ../nbs/lib/32_bench.ipynb #cceca133
+def stand_in_captions(n: int, seed: int = 0) -> Iterator[str]:
+    "Captions composed of the words of the shipped lexicon, some eleven words each."
+    rng, known = random.Random(seed), {}
+    for c in words(): known.setdefault(c.kind, []).append(c.name)
+    def draw(kind): return known[kind][int(rng.random()**3 * len(known[kind]))]   # some are much more frequent
+    def phrase():
+        many = rng.random() < .2
+        return f"{'two' if many else rng.choice(('a', 'the'))} {draw('attribute') + ' ' if rng.random() < .5 else ''}{plural(draw('object')) if many else draw('object')}"
+    for _ in range(n): yield f"{phrase()} {draw('relation')} {phrase()} {rng.choice(('and', 'next to', 'with', 'in front of'))} {phrase()}.".capitalize()
+
+class _Peak:
+    "Within the block, the process's memory is looked at every 20 ms: `grown`, the most it grew, in MB."
+    def __enter__(self):
+        self.process, self.stop, self.grown = psutil.Process(), threading.Event(), 0.
+        start = self.process.memory_info().rss
+        def look():
+            while not self.stop.wait(.02): self.grown = max(self.grown, (self.process.memory_info().rss - start)/1e6)
+        self.thread = threading.Thread(target=look, daemon=True); self.thread.start()
+        return self
+    def __exit__(self, *exc): self.stop.set(); self.thread.join()
+
+@bench('perturb')
+def perturbing(n: int = 20_000, root=None, method: str = 'rules', workers: int | None = None, seed: int = 0) -> dict:
+    "Hard negatives, hard positives and parses of `n` captions of the file `root` (stand-ins where there is none), against a loop with a call a caption. `workers`: processes of the last row, default as `perturb_file` has it."
+    with tempfile.TemporaryDirectory() as d:
+        src, warm = Path(d)/'captions.jsonl', Path(d)/'warm.jsonl'
+        captions = [r.caption for r in islice(Captions(root), n)] if root else list(stand_in_captions(n, seed))
+        for f, some in ((src, captions), (warm, captions[:200])): f.write_text(''.join(json.dumps(c) + '\n' for c in some))
+        def to_file(kind, out, workers=0, src=src): return perturb_file(kind, method, src, f'{d}/{out}.jsonl', seed=seed, workers=workers, progress=False)
+        def plain():
+            out = []
+            for c in map(json.loads, src.read_text().splitlines()):
+                try: p = hard_negative(c, method, seed=seed)
+                except Refused as e: out.append((None, e.reason))
+                else: out.append((p.text, None))
+            return out
+        for kind in ('hn', 'hp'): to_file(kind, f'warm-{kind}', src=warm)
+        ways = {'parser alone': (5000, lambda: sum(1 for _ in parse_many(captions))), 'hard negatives, a call a caption': ('', plain), 'hard negatives, one process': (2000, lambda: to_file('hn', 'hn')),
+                'hard positives, one process': (2000, lambda: to_file('hp', 'hp')), 'hard negatives, all processes': ('', lambda: to_file('hn', 'all', workers))}
+        rows, results = [], {}
+        for way, (asked, f) in ways.items():
+            with _Peak() as peak:
+                t0 = time.perf_counter(); results[way] = f()
+                seconds = time.perf_counter() - t0
+            rows.append({'way': way, 'seconds': seconds, 'captions a second': len(captions)/seconds, 'asked for': asked, 'MB more': peak.grown})
+        written = [(r['hard_negative'], r['refused']) for r in read_jsonl(f'{d}/hn.jsonl')]
+        difference = float(sum(a != b for a, b in zip(written, results['hard negatives, a call a caption'])) + (Path(f'{d}/hn.jsonl').read_bytes() != Path(f'{d}/all.jsonl').read_bytes()))
+    if difference: raise CompvlError("a file's hard negatives are not those of a call a caption, or not the same by several processes: there is no ratio to give")
+    return dict(what=f"{len(captions):,} {'captions of a file' if root else 'composed captions'} of {sum(len(c.split()) for c in captions)/len(captions):.1f} words, method {method}", rows=rows,
+                ratio=rows[1]['seconds']/rows[4]['seconds'], difference=difference, met=all(r['captions a second'] >= r['asked for'] for r in rows if r['asked for']))

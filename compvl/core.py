@@ -12,7 +12,7 @@ from typing import Any, Iterator
 
 # %% auto #0
 __all__ = ['CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'runs_dir', 'cache_dir', 'atomic_write', 'write_json', 'read_json',
-           'read_jsonl', 'config_hash', 'seed_everything', 'git_commit', 'environment', 'require']
+           'iter_jsonl', 'read_jsonl', 'config_hash', 'seed_everything', 'git_commit', 'environment', 'require']
 
 # %% ../nbs/lib/00_core.ipynb #230fee74
 class CompvlError(Exception):
@@ -92,20 +92,24 @@ def read_json(path: str | Path) -> Any:
     except UnicodeDecodeError as e: raise CompvlError(f"{path} is not UTF-8 text ({e.reason} at byte {e.start}): download or convert it again.") from None
     except json.JSONDecodeError as e: raise CompvlError(f"{path}:{e.lineno} is not valid JSON ({e.msg}, column {e.colno}): mend or download it again.") from None
 
-# %% ../nbs/lib/00_core.ipynb #f22e7bfb
-def read_jsonl(path: str | Path) -> list:
-    "The JSON values in `path`, one a line, blank lines skipped. Raises `CompvlError` naming file and line of a malformed one."
-    out = []
+# %% ../nbs/lib/00_core.ipynb #c1d2991a
+def iter_jsonl(path: str | Path) -> Iterator:
+    "The JSON values in `path`, one a line, blank lines skipped, as they are read. Raises `CompvlError` naming file and line of a malformed one."
+    i = 0
     try:
         with open(path, encoding="utf-8") as f:
             for i, line in enumerate(f, 1):
                 if not line.strip(): continue
-                try: out.append(json.loads(line))
+                try: value = json.loads(line)
                 except json.JSONDecodeError as e:
                     raise CompvlError(f"{path}:{i} is not valid JSON ({e.msg}, column {e.colno}): mend or remove that line.") from None
+                yield value
     except FileNotFoundError: raise CompvlError(f"{path} does not exist.") from None
-    except UnicodeDecodeError as e: raise CompvlError(f"{path} is not UTF-8 text after line {len(out)}: download or convert it again.") from None
-    return out
+    except UnicodeDecodeError as e: raise CompvlError(f"{path} is not UTF-8 text after line {i}: download or convert it again.") from None
+
+def read_jsonl(path: str | Path) -> list:
+    "All of `iter_jsonl(path)`."
+    return list(iter_jsonl(path))
 
 # %% ../nbs/lib/00_core.ipynb #725a4af2
 def config_hash(cfg: Any) -> str:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['decode', 'ImageCache', 'read_aligned', 'CocoCaptions', 'load_train_data']
 
-# %% ../nbs/lib/19_data.ipynb #3bc10a08
+# %% ../nbs/lib/19_data.ipynb #05ac64ed
 import hashlib, os, shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +17,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 from tqdm import tqdm
 
-from .core import CompvlError, atomic_write, cache_dir, config_hash, pick, read_json, read_jsonl
+from .core import CompvlError, atomic_write, cache_dir, config_hash, iter_jsonl, pick, read_json
 from .microworld import FinetuneSet, PretrainSet
 
 # %% ../nbs/lib/19_data.ipynb #5f3adef1
@@ -81,20 +81,24 @@ class ImageCache:
                               "them with skip_damaged=True; the others are kept decoded")
         self.damaged |= bad
 
-# %% ../nbs/lib/19_data.ipynb #c4cc1935
+# %% ../nbs/lib/19_data.ipynb #6dfc5de1
 def _sha(path): return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
 
-def read_aligned(path, n: int, captions='the captions') -> list[list[str]]:
+def read_aligned(path, n: int, captions='the captions', side: str | None = None) -> list[list[str]]:
     """One list of texts for each of `n` captions, from a JSONL file aligned with them; empty where its line is null, `"None"` or blank text.
 
+    Of a record of `compvl perturb`, its `hard_negative` or `hard_positive`; `side` says which of the two it must be.
     Raises `CompvlError` where a line is malformed (file and line) or where the number of lines is not `n` (both numbers)."""
-    values = read_jsonl(path)
-    if len(values) != n: raise CompvlError(f"{path} has {len(values):,} lines and {captions} has {n:,} captions: they must be aligned, one line a caption, with null where there is nothing")
     out = []
-    for i, v in enumerate(values, 1):
+    for i, v in enumerate(iter_jsonl(path), 1):
+        if isinstance(v, dict):
+            found = next((k for k in ('hard_negative', 'hard_positive') if k in v), None)
+            if found and side not in (None, found): raise CompvlError(f"{path}:{i} holds a {found.replace('_', ' ')} where a {side.replace('_', ' ')} is asked for: are the two files exchanged?")
+            v = v[found] if found else v
         texts = v if isinstance(v, list) else [v]
-        if not all(t is None or isinstance(t, str) for t in texts): raise CompvlError(f"{path}:{i} is neither a caption, a list of captions nor null: {str(v)[:60]}")
+        if not all(t is None or isinstance(t, str) for t in texts): raise CompvlError(f"{path}:{i} is neither a caption, a list of captions, a record of compvl perturb nor null: {str(v)[:60]}")
         out.append([t.strip() for t in texts if t and t.strip() not in ('', 'None')])
+    if len(out) != n: raise CompvlError(f"{path} has {len(out):,} lines and {captions} has {n:,} captions: they must be aligned, one line a caption, with null where there is nothing")
     return out
 
 def _paths(p): return [] if p is None else [p] if isinstance(p, (str, Path)) else list(p)
@@ -118,7 +122,7 @@ class CocoCaptions:
             if a['image_id'] not in files: raise CompvlError(f"{captions_json}: annotation {i} names image {a['image_id']}, which 'images' does not list")
         sides = {}
         for side, given in (('hard_negative', hard_negatives), ('hard_positive', hard_positives)):
-            per_file = [read_aligned(p, len(anns), captions_json) for p in _paths(given)]
+            per_file = [read_aligned(p, len(anns), captions_json, side) for p in _paths(given)]
             sides[side] = [sum(texts, []) for texts in zip(*per_file)] if per_file else [[]]*len(anns)
         anns = anns[:n]
         names = list(dict.fromkeys(files[a['image_id']] for a in anns))

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['ATTRIBUTES', 'REL', 'SPLITS', 'FRAMES', 'KINDS', 'TRIPLETS', 'GROUPS', 'Lexicon', 'lexicon', 'Obj', 'Scene',
-           'relation_truth', 'scenes', 'render', 'sheet', 'Adj', 'NP', 'Caption', 'caption', 'parse_caption', 'truth',
-           'hard_negative', 'hard_positive', 'triplets', 'retrieval_set', 'classification_set', 'PretrainSet',
-           'FinetuneSet']
+           'relation_truth', 'scenes', 'render', 'sheet', 'Adj', 'NP', 'Caption', 'caption', 'parse_caption',
+           'readable', 'truth', 'hard_negative', 'hard_positive', 'triplets', 'retrieval_set', 'classification_set',
+           'PretrainSet', 'microworld_words', 'FinetuneSet']
 
-# %% ../nbs/lib/12_microworld.ipynb #1a742fe4
+# %% ../nbs/lib/12_microworld.ipynb #50d89870
 import itertools, json, random, re
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from scipy.ndimage import distance_transform_edt
 
-from .core import CompvlError, data_dir
+from .core import CompvlError, data_dir, pick
 
 # %% ../nbs/lib/12_microworld.ipynb #a8a931cd
 class Lexicon:
@@ -430,55 +430,91 @@ def caption(scene: Scene, rng: random.Random, style: str = 'web') -> Caption:
         if places: return replace(c, place=rng.choice(places))
     return c
 
-# %% ../nbs/lib/12_microworld.ipynb #dcf9708c
+# %% ../nbs/lib/12_microworld.ipynb #434bfca8
 @lru_cache
 def _patterns():
     alt = lambda ws: '|'.join(sorted(map(re.escape, ws), key=len, reverse=True))
     L = lexicon()
     fam = lambda *fs: [w for w, (f, _) in L.lookup.items() if f in fs]
     adj, noun = alt(fam(*ATTRIBUTES)), alt(fam('object'))
-    np_ = rf'(?:(?:a|an|the|one) )?((?:(?:{adj}) )*)({noun})(?: that is ({adj}))?'
+    np_ = rf'(?:(no|a|an|the|one) )?((?:(?:not )?(?:{adj}) )*)({noun})(?: that is ((?:not )?(?:{adj})))?'
     # a place first: "in the middle" is not a relation; the longest phrase wins
-    return dict(np=re.compile(np_ + r'(?=$| |,)'), rel=re.compile(rf' (?:is )?({alt(fam("relation"))}) '), place=re.compile(rf' ({alt(fam("place"))})'), adj=re.compile(adj))
+    return dict(np=re.compile(np_ + r'(?=$| |,)'), rel=re.compile(rf' (?:that )?(?:is )?(not )?({alt(fam("relation"))}) '), place=re.compile(rf' ({alt(fam("place"))})'),
+                adj=re.compile(rf'(not )?({adj})'), joint=re.compile(r'(?:, and |, | and )'))
 
 _FRAME_RES = [re.compile('^' + re.escape(f).replace(r'\{\}', '(.*)') + '$') for f in FRAMES if f != '{}']
 
-def parse_caption(text: str) -> Caption | None:
-    "Read a caption of the microworld's language, in any casing and with or without a full stop; None where it is not of that language."
+class _Reading(NamedTuple):
+    "Noun phrases (a determiner *no*: there is none; an adjective's value `~v`: not v), relations (left noun phrase, relation, phrase, whether denied) to the noun phrase after, place of the first."
+    nps: tuple[NP, ...]; links: tuple[tuple[int, int, str, bool], ...]; place: str
+
+def _read(text: str) -> _Reading | None:
     P, L = _patterns(), lexicon()
     text = re.sub(r'\s+', ' ', text.strip().lower().rstrip('.').strip())
     for f in _FRAME_RES:
         if m := f.match(text): text = m[1]; break
-    nps, relation, link, place, pos = [], -1, '', '', 0
+    nps, links, place, pos = [], [], '', 0
     while True:
         m = P['np'].match(text, pos)
         if not m: return None
-        adjs = [Adj(*L.lookup[w], w) for w in P['adj'].findall(m[1])] + ([Adj(*L.lookup[m[3]], m[3])] if m[3] else [])
-        nps.append(NP(-1, tuple(adjs), L.lookup[m[2]][1], m[2])); pos = m.end()
+        adjs = [Adj(f, ~v if no else v, w) for no, w in P['adj'].findall(f'{m[2]} {m[4] or ""}') for f, v in [L.lookup[w]]]
+        nps.append(NP(-1, tuple(adjs), L.lookup[m[3]][1], m[3], m[1] or '')); pos = m.end()
         if (m := P['place'].match(text, pos)) and len(nps) == 1: place, pos = m[1], m.end()
-        if pos == len(text): return Caption(tuple(nps), relation, link, place)
-        if len(nps) == 1 and (m := P['rel'].match(text, pos)): relation, link, pos = L.lookup[m[1]][1], m[1], m.end()
-        elif m := re.compile(r'(?:, and |, | and )').match(text, pos): pos = m.end()
-        else: return None
+        if pos == len(text): return _Reading(tuple(nps), tuple(links), place)
+        if m := P['rel'].match(text, pos): links.append((len(nps)-1, L.lookup[m[2]][1], m[2], bool(m[1])))
+        elif not (m := P['joint'].match(text, pos)): return None
+        pos = m.end()
+
+def parse_caption(text: str) -> Caption | None:
+    "Read a caption of the microworld's language, in any casing and with or without a full stop; None where it is not of that language."
+    r = _read(text)
+    if r is None or any(n.det == 'no' or any(a.value < 0 for a in n.adjs) for n in r.nps) or any(k or denied for k, _, _, denied in r.links): return None
+    return Caption(tuple(replace(n, det='a') for n in r.nps), *(r.links[0][1:3] if r.links else (-1, '')), r.place)
+
+def readable(text: str) -> bool:
+    "Whether `truth` can read the text: unreadable ones have no truth value."
+    return _read(text) is not None
+
+def _fits(o: Obj, n: NP) -> int:
+    "Whether object `o` is what the noun phrase says: 1, -1, or 0 where people might disagree."
+    if o.object != n.object: return -1
+    v = 1
+    for a in n.adjs:
+        is_it = 0 if a.family == 'size' and o.size == 0 else 1 if o.value(a.family) == (a.value if a.value >= 0 else ~a.value) else -1
+        v = min(v, is_it if a.value >= 0 else -is_it)
+    return v
 
 def truth(scene: Scene, text: str) -> bool | None:
-    "True, False, or None: unreadable, or a matter of opinion (a ball of middle size called large, a slant called *left of*)."
-    c = parse_caption(text)
-    if c is None: return None
+    """True, False, or None: unreadable, or a matter of opinion (a ball of middle size called large, a slant called *left of*).
+
+    Reads more than captions of the world say, since perturbed captions are judged by it: *no ball*, *not red*, *not above*, and several
+    relations in a row, of which each is said of the noun phrase before it or of the first one (true where either is)."""
+    r = _read(text)
+    if r is None: return None
+    here = [k for k, n in enumerate(r.nps) if n.det != 'no']
+    def joined(at: dict[int, int]) -> int:
+        "How far the noun phrases at these objects stand in the relations and at the place that the text says."
+        v = 1 if not r.place or 0 not in at or r.place in _place(scene, at[0]) else -1
+        for k, rel, _, denied in r.links:
+            if v < 0: break
+            found = [relation_truth(scene, rel, at[j], at[k+1]) for j in {k, 0} if j in at and k+1 in at and j != k+1]
+            if found: v = min(v, max(-f if denied else f for f in found))
+        return v
     best = -1
-    for idx in itertools.permutations(range(len(scene.objects)), len(c.nps)):
-        v = 1
-        for i, n in zip(idx, c.nps):
-            o = scene.objects[i]
-            if o.object != n.object: v = -1; break
-            for a in n.adjs: v = min(v, 1 if o.value(a.family) == a.value else (0 if a.family == 'size' and o.size == 0 else -1))
-        if v >= 0 and c.relation >= 0: v = min(v, relation_truth(scene, c.relation, idx[0], idx[1]))
-        if v >= 0 and c.place: v = min(v, 1 if c.place in _place(scene, idx[0]) else -1)
+    for idx in itertools.permutations(range(len(scene.objects)), len(here)):
+        at, v = dict(zip(here, idx)), 1
+        for k, i in at.items():
+            v = min(v, _fits(scene.objects[i], r.nps[k]))
+            if v < 0: break
+        if v >= 0: v = min(v, joined(at))
+        if v >= 0 and len(here) < len(r.nps):
+            for k in set(range(len(r.nps))) - set(here):
+                v = min(v, -max((min(_fits(o, r.nps[k]), joined(at | {k: i})) for i, o in enumerate(scene.objects) if i not in idx), default=-1))
         best = max(best, v)
         if best == 1: break
     return {1: True, 0: None, -1: False}[best]
 
-# %% ../nbs/lib/12_microworld.ipynb #f70b55a4
+# %% ../nbs/lib/12_microworld.ipynb #62e7829e
 KINDS = ('swap', 'replace-relation', 'replace-attribute', 'replace-object', 'add')
 
 def _new_word(family, value, rng, rare_share):
@@ -529,7 +565,7 @@ def _negatives(scene, c, kind, rng, rare_share) -> Iterator[Caption]:
 
 def hard_negative(scene: Scene, c: Caption, kind: str, rng: random.Random, rare_share: float = .5) -> Caption | None:
     "A caption that differs from `c` by one operation of `kind` and is false of the scene, or None. Raises CompvlError for an unknown kind."
-    if kind not in KINDS: raise CompvlError(f"there is no perturbation kind '{kind}': choose one of {', '.join(KINDS)}")
+    pick(kind, KINDS, 'perturbation kind')
     for _ in range(4):
         for n in _negatives(scene, c, kind, rng, rare_share):
             if truth(scene, n.text) is False: return n
@@ -541,7 +577,7 @@ def _synonym(family, value, word, rng):
 
 def hard_positive(scene: Scene, c: Caption, kind: str, rng: random.Random) -> Caption | None:
     "A caption in other words that is true of the scene, or None. Raises CompvlError for an unknown kind."
-    if kind not in KINDS: raise CompvlError(f"there is no perturbation kind '{kind}': choose one of {', '.join(KINDS)}")
+    pick(kind, KINDS, 'perturbation kind')
     L, nps = lexicon(), c.nps
     if kind == 'swap': return replace(c, nps=nps[1::-1] + nps[2:]) if len(nps) > 1 and c.relation < 0 and str(nps[0]) != str(nps[1]) else None
     if kind == 'replace-relation' and c.relation >= 0: return replace(c, link=_synonym('relation', c.relation, c.link, rng))
@@ -635,7 +671,7 @@ def classification_set(n: int = 1000, seed: int = 0, split: str = 'test') -> dic
     return dict(scenes=ss, labels=[s.objects[0].object for s in ss], classes=[L.common('object', i)[0] for i in range(len(L.values['object']))],
                 templates=['a {}', 'a picture of a {}', 'a photo of a {}', 'there is a {}'])
 
-# %% ../nbs/lib/12_microworld.ipynb #8e505cbe
+# %% ../nbs/lib/12_microworld.ipynb #81aa507c
 class _Images:
     "Scenes of a split, painted on demand and kept as bytes."
     def __init__(self, split, n, seed, size): self.args, self.size, self.n, self.px, self.done = (split, seed), size, n, None, None
@@ -674,23 +710,46 @@ class PretrainSet:
         c, n, p = zip(*map(self.texts, indices))
         return dict(images=self.images(indices), caption=list(c), hard_negative=list(n), hard_positive=list(p), id=[f'{self.split}-{i}' for i in indices])
 
-class FinetuneSet(PretrainSet):
-    "n captioned scenes of micro-COCO with hard negatives and hard positives of `kinds`: 'swap', 'replace' (relation, attribute or object), 'add', or any of `KINDS`."
-    style = 'coco'
-    def __init__(self, n: int = 20_000, seed: int = 0, kinds: Sequence[str] = ('swap', 'replace'), split: str = 'finetune', rare_share: float = .3, image_size: int = 48):
-        super().__init__(n, seed, image_size, split)
-        known = {'replace': KINDS[1:4], **{k: (k,) for k in KINDS}}
-        for k in kinds:
-            if k not in known: raise CompvlError(f"there is no perturbation kind '{k}': choose from {', '.join(known)}")
-        self.kinds, self.rare_share = tuple(kinds), rare_share
-        self._expand = [known[k] for k in self.kinds]
+@lru_cache
+def microworld_words():
+    "The microworld's lexicon as the text pipelines take it (`compvl.words.Words`)."
+    from compvl.words import Words
+    return Words.from_microworld(lexicon().spec)
 
-    def describe(self): return super().describe() | dict(kinds=list(self.kinds), rare_share=self.rare_share)
+class FinetuneSet(PretrainSet):
+    """n captioned scenes of micro-COCO with hard negatives and hard positives.
+
+    `source`: 'oracle', which makes them from the scene, so that they are false and true by construction, or 'text', the pipelines of `compvl.text`, which see the caption alone.
+    `kinds`: for the oracle 'swap', 'replace' (relation, attribute or object), 'add', or any of `KINDS`; for the pipelines names of methods (`NEGATIVES`, `POSITIVES`).
+    `rare_share`: the oracle's share of rare words in negatives. Raises CompvlError for an unknown source or kind."""
+    style = 'coco'
+    def __init__(self, n: int = 20_000, seed: int = 0, kinds: Sequence[str] = ('swap', 'replace'), split: str = 'finetune', rare_share: float = .3, image_size: int = 48, source: str = 'oracle'):
+        super().__init__(n, seed, image_size, split)
+        pick(source, ('oracle', 'text'), 'source of hard negatives and hard positives')
+        self.kinds, self.rare_share, self.source = tuple(kinds), rare_share, source
+        if source == 'text':
+            from compvl.negatives import NEGATIVES
+            from compvl.positives import POSITIVES
+            for k in kinds: pick(k, {**NEGATIVES, **POSITIVES}, 'method')
+            return
+        known = {'replace': KINDS[1:4], **{k: (k,) for k in KINDS}}
+        self._expand = [known[pick(k, known, 'perturbation kind')] for k in self.kinds]
+
+    def describe(self): return super().describe() | dict(kinds=list(self.kinds)) | (dict(rare_share=self.rare_share) if self.source == 'oracle' else dict(source=self.source))
     def _first(self, make, rng):
         for group in rng.sample(self._expand, len(self._expand)):
             for kind in rng.sample(group, len(group)):
                 if (c := make(kind)) is not None: return c.text
+    def _written(self, make, known, text, rng):
+        from compvl.operators import Refused
+        for method in rng.sample(self.kinds, len(self.kinds)):
+            if method not in known: continue
+            try: return make(text, method, seed=rng.random(), words=microworld_words()).text
+            except Refused: pass
     def texts(self, i):
         s, rng = self.images.scene(i), random.Random(f'{self.seed}-{self.epoch}-{i}')
         c = caption(s, rng, self.style)
+        if self.source == 'text':
+            from compvl import negatives, positives
+            return (c.text, self._written(negatives.hard_negative, negatives.NEGATIVES, c.text, rng), self._written(positives.hard_positive, positives.POSITIVES, c.text, rng))
         return c.text, self._first(lambda k: hard_negative(s, c, k, rng, self.rare_share), rng), self._first(lambda k: hard_positive(s, c, k, rng), rng)

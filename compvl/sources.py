@@ -187,7 +187,7 @@ for _part, _n, _what in ("relation", 23_937, "the two objects of a relation exch
              doc=f"ARO VG-{_part.title()}: {_what}, photograph cropped to the two (Yuksekgonul et al., ICLR 2023).")(
         lambda r, part=_part: _load_aro(r, part))
 
-# %% ../nbs/lib/24_sources.ipynb #377e02bd
+# %% ../nbs/lib/24_sources.ipynb #e650d8a2
 _BLIP = "https://storage.googleapis.com/sfr-vision-language-research/datasets"
 dataset(Dataset("aro-order", "ARO: captions of COCO-Order and Flickr30k-Order", tuple(File(f"aro/{f}.json", f"{_BLIP}/{f}.json") for f in ("coco_karpathy_test", "flickr30k_test")),
     "COCO: CC BY 4.0; Flickr30k: research only", _ARO, n=30_010))
@@ -196,8 +196,8 @@ _NOUN, _ADJECTIVE = {"NN", "NNS", "NNP", "NNPS"}, {"JJ", "JJR", "JJS"}
 Tagger = Callable[[list[str]], Iterable[list[tuple[str, str]]]]
 
 def spacy_tagger(texts: list[str]) -> Iterable[list[tuple[str, str]]]:
-    "For each text its (token, Penn Treebank tag) pairs, by spaCy's `en_core_web_sm`. Raises `CompvlError` where spaCy or the pipeline is not installed."
-    spacy = require("spacy", "text")
+    "For each text its (token, Penn Treebank tag) pairs, by spaCy's `en_core_web_sm`. Raises `CompvlError` where the pipeline is not installed."
+    import spacy
     try: nlp = spacy.load("en_core_web_sm", disable=["parser", "ner", "lemmatizer"])
     except OSError: raise CompvlError("spaCy's pipeline en_core_web_sm is not installed: run  python -m spacy download en_core_web_sm") from None
     return ([(t.text, t.tag_) for t in doc] for doc in nlp.pipe(texts, batch_size=256))
