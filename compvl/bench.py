@@ -215,7 +215,7 @@ def training_step(batch_size: int = 128, steps: int = 5, model: str = 'micro-cli
     return dict(what=f'{steps} steps of {batch_size} images and {3*batch_size} captions, {model}, {m.device.type}, {torch.get_num_threads()} threads',
                 rows=[{'way': k, 'seconds a step': s/steps, 'images a second': steps*batch_size/s} for k, s in seconds.items()], ratio=s0/s1, difference=difference)
 
-# %% ../nbs/lib/32_bench.ipynb #cceca133
+# %% ../nbs/lib/32_bench.ipynb #18575753
 def stand_in_captions(n: int, seed: int = 0) -> Iterator[str]:
     "Captions composed of the words of the shipped lexicon, some eleven words each."
     rng, known = random.Random(seed), {}
@@ -238,7 +238,7 @@ class _Peak:
     def __exit__(self, *exc): self.stop.set(); self.thread.join()
 
 @bench('perturb')
-def perturbing(n: int = 20_000, root=None, method: str = 'rules', workers: int | None = None, seed: int = 0) -> dict:
+def perturbing(n: int = 100_000, root=None, method: str = 'rules', workers: int | None = None, seed: int = 0) -> dict:
     "Hard negatives, hard positives and parses of `n` captions of the file `root` (stand-ins where there is none), against a loop with a call a caption. `workers`: processes of the last row, default as `perturb_file` has it."
     with tempfile.TemporaryDirectory() as d:
         src, warm = Path(d)/'captions.jsonl', Path(d)/'warm.jsonl'

@@ -671,7 +671,7 @@ def classification_set(n: int = 1000, seed: int = 0, split: str = 'test') -> dic
     return dict(scenes=ss, labels=[s.objects[0].object for s in ss], classes=[L.common('object', i)[0] for i in range(len(L.values['object']))],
                 templates=['a {}', 'a picture of a {}', 'a photo of a {}', 'there is a {}'])
 
-# %% ../nbs/lib/12_microworld.ipynb #81aa507c
+# %% ../nbs/lib/12_microworld.ipynb #4ccdec42
 class _Images:
     "Scenes of a split, painted on demand and kept as bytes."
     def __init__(self, split, n, seed, size): self.args, self.size, self.n, self.px, self.done = (split, seed), size, n, None, None
@@ -719,7 +719,7 @@ def microworld_words():
 class FinetuneSet(PretrainSet):
     """n captioned scenes of micro-COCO with hard negatives and hard positives.
 
-    `source`: 'oracle', which makes them from the scene, so that they are false and true by construction, or 'text', the pipelines of `compvl.text`, which see the caption alone.
+    `source`: 'oracle', which makes them from the scene, so that they are false and true by construction, or 'text', the pipelines of `compvl.text`, which see the caption alone and put in common words.
     `kinds`: for the oracle 'swap', 'replace' (relation, attribute or object), 'add', or any of `KINDS`; for the pipelines names of methods (`NEGATIVES`, `POSITIVES`).
     `rare_share`: the oracle's share of rare words in negatives. Raises CompvlError for an unknown source or kind."""
     style = 'coco'

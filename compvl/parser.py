@@ -417,12 +417,13 @@ def _from_doc(doc) -> Parse:
     heads = {i: (at.get(t.head.idx, i), t.dep_) for i, t in tokens.items()} if doc.has_annotation("DEP") else None
     return _extract(doc.text, spans, words, "".join(_phrases(words, codes)), heads)
 
-# %% ../nbs/lib/03_parser.ipynb #ac97ded4
+# %% ../nbs/lib/03_parser.ipynb #24936a19
 def _words(text: str) -> tuple[list[tuple[int, int]], list[str]]:
     spans = [m.span() for m in _WORD.finditer(text)]
     return spans, [text[s:e].lower() for s, e in spans]
 
 def _parse(text: str) -> Parse:
+    if not isinstance(text, str): raise CompvlError(f"A caption is a text, not {type(text).__name__} ({str(text)[:60]}).")
     spans, words = _words(text)
     return _extract(text, spans, words, _tags(words))
 
@@ -438,7 +439,7 @@ def _component(doc):
     doc.user_data["compvl"] = [[list(t) for t in p.tokens]] + [[list(vars(x).values()) for x in part] for part in (p.objects, p.attributes, p.relations)]
     return doc
 
-# %% ../nbs/lib/03_parser.ipynb #b7e92489
+# %% ../nbs/lib/03_parser.ipynb #7835ccab
 @lru_cache(maxsize=None)
 def pipeline(name: str | None = None) -> Language:
     """A spaCy pipeline whose docs carry a `Parse` as `doc._.compvl`: the shipped one (None or 'compvl'), or a trained one by its name (*en_core_web_sm*) or folder,
@@ -451,7 +452,7 @@ def pipeline(name: str | None = None) -> Language:
     return nlp
 
 def parse(text: str, nlp: Language | None = None) -> Parse:
-    "Objects, attributes and relations of one caption; `nlp`: a pipeline (see `pipeline`), None for the shipped one."
+    "Objects, attributes and relations of one caption; `nlp`: a pipeline (see `pipeline`), None for the shipped one. Raises `CompvlError` for what is not a text."
     return _parse(text) if nlp is None else _from_doc(nlp(text))
 
 # %% ../nbs/lib/03_parser.ipynb #ecf3923c

@@ -266,11 +266,11 @@ def draw_failures(failures: Sequence[tuple], size: int = 224):
             for k, (line, color) in enumerate(lines): text.text(0, top - k*step, line, color=color, fontsize=9, va='top', transform=text.transAxes)
     return fig
 
-# %% ../nbs/lib/30_plots.ipynb #7e7157f3
-OPERATOR_COLORS = dict(swap=BLUE, replace=SKY, add=GREEN, other='#d5d5d5')
+# %% ../nbs/lib/30_plots.ipynb #b5221e63
+OPERATOR_COLORS = dict(swap=BLUE, replace=SKY, add=GREEN, negate=YELLOW, other='#d5d5d5')
 
 def operator_bars(shares: pd.DataFrame, mark: float | None = None, mark_label: str = ''):
-    """Stacked bars of the shares of SWAP, REPLACE, ADD and anything else among the negatives of each benchmark and group. Returns the figure.
+    """Stacked bars of the shares of SWAP, REPLACE, ADD, negation and anything else among the negatives of each benchmark and group. Returns the figure.
 
     `shares`: what `compvl.classify.operator_shares` gives. `mark`: a share, in percent, to compare their sum with."""
     shares = shares[shares.operator != 'tcl']
@@ -282,12 +282,12 @@ def operator_bars(shares: pd.DataFrame, mark: float | None = None, mark_label: s
         for b, _, _ in wide.index: y.append((y[-1] + (1.5 if b != before else 1)) if y else 0); before = b
         for operator, color in OPERATOR_COLORS.items():
             v = wide[operator].to_numpy()
-            ax.barh(y, v, left=left, color=color, height=.8, label=operator.upper() if operator != 'other' else 'anything else')
+            ax.barh(y, v, left=left, color=color, height=.8, label={'negate': 'negation', 'other': 'anything else'}.get(operator, operator.upper()))
             for at, l, w in zip(y, left, v):
                 if w >= 7: ax.text(l + w/2, at, f'{w:.0f}', ha='center', va='center', fontsize=7.5, color='white' if operator == 'swap' else 'black')
             left += v
-        if mark is not None: ax.axvline(mark, color=VERMILLION, lw=1.2, ls='--', label=mark_label)
+        if mark is not None: ax.axvline(mark, color=VERMILLION, lw=1.2, ls='--', zorder=1.5, label=mark_label)
         ax.set_yticks(y, [f'{b}{": " if g else ""}{g}  (n = {n:,})' for b, g, n in wide.index], fontsize=8.5); ax.invert_yaxis(); ax.margins(y=.01)
         ax.set(xlim=(0, 100), xlabel='share of the hard negatives (%)'); ax.tick_params(axis='y', length=0); ax.spines['left'].set_visible(False)
-        ax.legend(ncols=5, loc='lower center', bbox_to_anchor=(.35, 1), fontsize=8.5)
+        ax.legend(ncols=6, loc='lower center', bbox_to_anchor=(.35, 1), fontsize=8.5)
     return fig

@@ -298,7 +298,7 @@ def swap(caption: str, rng: random.Random, words: Words, parsed: Parse, fewer_th
     *edits, target = rng.choice(found)
     return _edited(parsed, "swap", target, *edits)
 
-# %% ../nbs/lib/08_positives.ipynb #a363f90a
+# %% ../nbs/lib/08_positives.ipynb #09181339
 _PHRASES = re.compile(r"""\b(?:hot dogs?|stop signs?|teddy bears?|fire (?:hydrants?|trucks?|engines?|places?|escapes?)|new york|big ben|little league
     |white house|red sox|high chairs?|(?:green|black|red|brown|polar|grizzly|white|kidney|baked|string) (?:beans?|bears?|peppers?|onions?|wines?|people|man|men|woman|women)
     |sweet potato(?:es)?|wild(?:life| animals?)|black and white|big (?:wheels?|screen|rig|top)|orange juice|old[- ]fashioned|first base|home plates?
@@ -310,19 +310,10 @@ _PHRASES = re.compile(r"""\b(?:hot dogs?|stop signs?|teddy bears?|fire (?:hydran
     |in a (?:row|line|circle|pile|stack|group|field|park|hat|suit|shirt|dress|uniform)|on (?:fire|display|top|the (?:left|right|side|ground|phone|wall|beach|street|road|water|way|end|edge|back|front|other|far|corner|floor|sidewalk))
     |by (?:hand|itself|himself|herself|themselves)|under (?:construction|water)|mouse pads?|(?:palm|family|christmas) trees?|remote controls?
     |cell ?phones?|(?:light|dark|bright|pale|deep) \w+)""".replace("\n    ", ""), re.I)
-_NEVER = _set("""human|human being|foodstuff|creature|beast|seaside|seashore|daytime|dusk|dawn|vapor|flame|poultry|scone|granola|oatmeal|danish
-    |bratwurst|currant|gelato|comb|crayon|cigar|pagoda|shrine|barbershop|bus station|antler|horn|snout|chest|rv|motorhome|camper|patio|deck|pylon
-    |tavern|ivy|straw
-    |dish|whipped cream|ipod|baseball cap|ball cap|business suit|mac and cheese|overpass|ski resort|ski slope|telly|corral|paddock|backyard|back yard
-    |front yard|cartoon|building block|dove|steer|raven|rubble|bedsheet|sportsman|torch|shades|lead|braces|post|village|town|block|stand|kiosk
-    |booth|fortress|wristwatch|object|barrel
-    |by|have|operate|film|photograph|take a picture of|guzzle|hurl|fling|shove|tug|boot|gnaw on|gnaw|scale|jog|hop|shower|slip|dine|feast|frolic
-    |slant|recline|cook|lug|repose|race against|ride|filled filled with|off of|below|upon|lay
-    |shuttered|masculine|feminine|feral|darkened|brand-new|brand new|thatched|wavy|miniature|matching|same|identical|different|varied|assorted
-    |frigid|filthy|sturdy|coarse|bumpy|level|slim|slender|spotless|opened|clothed|fully-clothed|one|ice|littler|tinier|solid|solid-colored|animal-print""", "|")
+_NEVER = _set("""creature|object|daytime|nighttime|telly|by|below|clothed|slant|littler|tinier|filled filled with""", "|")
 _SMALL = _set("of on in to at up out the by with from")
 # never give way: what the lexicon has for them fits few captions
-_KEPT = _set("""different same matching single dressed full plain stand stands older oldest younger youngest newer newest biggest largest looking has have had having""")
+_KEPT = _set("dressed looking")
 _FROM_NARROW = _set("person animal vehicle electronics color size age")      # families whose words of narrower meaning may give way to wider ones
 _SKIPPED = _set("sport order gender position time hair shape")               # families whose concepts gather what is only alike
 _SURFACES = _set("""table desk counter countertop shelf plate tray platter stand horse elephant camel pony skateboard surfboard snowboard rock boulder hill roof
@@ -330,7 +321,7 @@ _SURFACES = _set("""table desk counter countertop shelf plate tray platter stand
 _CONTAINERS = _set("""box bowl basket cage pot pan vase bag suitcase car truck bus train house building room kitchen bathroom bedroom refrigerator fridge oven sink
     bathtub tub toilet crate cup glass jar container tent boat barn stadium store shop enclosure drawer microwave closet garage restaurant office hotel museum church
     library airport backpack bucket bin case cabinet van taxi cab bottle""")
-_IN, _ON, _NEAR = frozenset(("in", "inside", "within", "inside of")), frozenset(("on", "on top of", "atop", "upon")), frozenset(("near", "close to"))
+_IN, _ON = frozenset(("in", "inside", "within", "inside of")), frozenset(("on", "on top of", "atop"))
 _POSTURE = _set("""sitting standing lying laying walking sleeping parked resting perched placed hanging flying running seated stacked displayed grazing sits stands
     lies lays sit stand lie rests rest swimming floating leaning playing posing waiting set stored arranged gathered""")
 _HOVERING = _set("over flying hanging hovering soaring flies hangs suspended")
@@ -348,7 +339,6 @@ def _fits(r: _Reading, q: Relation, old: str, new: str) -> bool:
     goal, exact, (o, n) = r.p.objects[q.object].lemma.split()[-1], r.words.family(r.p.objects[q.object].text, "object"), _differing(old, new)
     if o in _IN or n in _IN: return o in _IN and n in _IN and (n == "in" or o != "in" or goal in _CONTAINERS)
     if o in _ON or n in _ON: return o in _ON and n in _ON and (n == "on" or o != "on" or goal in _SURFACES)
-    if o in _NEAR: return n in _NEAR
     if o == "by": return old == "by" and q.subject is not None or old.split()[0] in _POSTURE
     if o == "over": return old.split()[0] in _HOVERING and not (old == "over" and (q.subject is None or r.family(q.subject) in ("furnishing", "clothing", "food", "")))
     if n in ("dressed in", "clad in"): return exact.startswith("clothing")
@@ -471,7 +461,7 @@ def frame(caption: str, rng: random.Random, words: Words, parsed: Parse) -> Pert
     verb = "are" if (o.plural or r.counted(i) and r.lower[0] != "one") and o.det.lower() not in ("a", "an") else "is"
     return _edited(parsed, "frame", "relation", Edit(first.start(), first.end(), f"there {verb} {_inner(parsed, first.start(), first.end())}"))
 
-# %% ../nbs/lib/08_positives.ipynb #5bdda0a6
+# %% ../nbs/lib/08_positives.ipynb #dddcf21c
 def rules(caption: str, rng: random.Random, words: Words, parsed: Parse) -> Perturbed:
     "`swap` or `replace` at equal chance where both exist, else the one that does (HP). Raises `Refused`: neither 'and' nor a synonym."
     for make in rng.sample((swap, replace), 2):
@@ -486,7 +476,8 @@ def hard_positive(caption: str, method: str = "rules", seed: int | str = 0, word
 
     `words`: the lexicon (None: the shipped one); `parsed`: the parse of `caption`, where there is one already.
     Raises `Refused` where the caption offers nothing that is sure to keep its meaning, `CompvlError` for an unknown method."""
-    make = POSITIVES[pick(method, POSITIVES, "kind of hard positive")]
+    if method.startswith("lm-"): raise CompvlError(f"{method} asks a language model: see compvl.language_models, or compvl perturb --kind hp --method {method}.")
+    make = POSITIVES[pick(method, POSITIVES, "method of hard positives")]
     return make(caption, random.Random(f"{seed}|{caption}"), shipped_words() if words is None else words, parse(caption) if parsed is None else parsed)
 
 # %% ../nbs/lib/08_positives.ipynb #790e39f3

@@ -85,8 +85,11 @@ def _same_plural(noun: str) -> bool:
     "Whether the plural of a noun looks like its singular (*sheep*)."
     return plural(noun) == noun and not is_plural(noun) and countability(noun) != "mass"
 
-# %% ../nbs/lib/02_words.ipynb #6ee25f2c
-_IRREGULAR = {("ski", "VBD"): "skied", ("ski", "VBN"): "skied", ("lie", "VBD"): "lay", ("lie", "VBN"): "lain", ("hang", "VBD"): "hung", ("hang", "VBN"): "hung"}
+# %% ../nbs/lib/02_words.ipynb #7f755087
+_IRREGULAR = {("ski", "VBD"): "skied", ("ski", "VBN"): "skied", ("lie", "VBD"): "lay", ("lie", "VBN"): "lain", ("hang", "VBD"): "hung", ("hang", "VBN"): "hung",
+               ("modern", "JJR"): "", ("modern", "JJS"): ""}
+
+def _form(base: str, tag: str) -> str: return _IRREGULAR.get((base, tag), _inflect(base, tag))
 
 @lru_cache(maxsize=1 << 16)
 def lemma(word: str, pos: str) -> str:
@@ -105,10 +108,10 @@ def inflect_like(new: str, old: str, pos: str) -> str:
     stem = lemma(was, pos)
     tag = next((t for t in (("VBG", "VBZ", "VBN", "VBD") if pos == "VERB" else ("JJR", "JJS")) if was != stem and _inflect(stem, t) == was), None)
     base = lemma(head, pos)
-    form = _IRREGULAR.get((base, tag)) or _inflect(base, tag) or head if tag else base if was == stem else head
+    form = _form(base, tag) or head if tag else base if was == stem else head
     return form + space + rest
 
-# %% ../nbs/lib/02_words.ipynb #2bbe6889
+# %% ../nbs/lib/02_words.ipynb #801c4c2b
 KINDS = ("object", "attribute", "relation", "place")
 
 class Concept(NamedTuple):
@@ -116,15 +119,16 @@ class Concept(NamedTuple):
     kind: str; family: str; name: str
 
 class _Entry(NamedTuple):
-    concept: Concept; words: tuple[str, ...]; narrow: tuple[str, ...]; over: tuple[str, ...]; overlaps: frozenset; group: frozenset; excludes: frozenset | None; inverse: str | None; symmetric: bool; rare: bool
+    concept: Concept; words: tuple[str, ...]; narrow: tuple[str, ...]; wider: tuple[str, ...]; over: tuple[str, ...]; overlaps: frozenset; group: frozenset; excludes: frozenset | None; inverse: str | None; symmetric: bool; rare: bool
 
-# %% ../nbs/lib/02_words.ipynb #6fc2c56f
+# %% ../nbs/lib/02_words.ipynb #4638eb5c
 class Words:
     """A lexicon: concepts in families, and what holds between them.
 
     `spec` is {kind: {family: {name: entry}}} with the kinds of `KINDS`. An entry has `words` (lower-case, singular or *-ing*, commonest first) and may have
 
     - `narrow`: words that mean a little more, known as words of the concept; they may be replaced by its name but are not offered themselves;
+    - `wider`: words that mean a little less, and the same among themselves; they may be put in the place of its words, which are never put in theirs;
     - `over`: what it comprises (a hypernym's hyponyms): names of concepts of the kind, or a whole family as `family/`;
     - `overlaps`: names of concepts of the family that it does not exclude; `group`: labels, concepts that share one do not exclude each other;
     - `excludes`: names of the only concepts of the family that are false where this one is said ([]: none);
@@ -147,14 +151,14 @@ class Words:
 
     def _add(self, kind: str, family: str, name: str, spec: dict):
         where = f"The lexicon's entry {kind}/{family}/{name}"
-        known = {"words", "narrow", "over", "overlaps", "group", "excludes", "inverse", "symmetric", "rare"}
+        known = {"words", "narrow", "wider", "over", "overlaps", "group", "excludes", "inverse", "symmetric", "rare"}
         if not isinstance(spec, dict) or not spec.get("words") or set(spec) - known: raise CompvlError(f"{where} must be an object with `words`, and else only {', '.join(sorted(known - {'words'}))}.")
         if any(not isinstance(spec.get(k, []), list) for k in known - {"inverse", "symmetric", "rare"}): raise CompvlError(f"{where}: all but `inverse`, `symmetric` and `rare` must be lists.")
-        words, narrow, over = (tuple(spec.get(k, ())) for k in ("words", "narrow", "over"))
+        words, narrow, wider, over = (tuple(spec.get(k, ())) for k in ("words", "narrow", "wider", "over"))
         concept = Concept(kind, family, words[0])
-        e = _Entry(concept, words, narrow, over, frozenset(spec.get("overlaps", ())), frozenset(spec.get("group", ())),
+        e = _Entry(concept, words, narrow, wider, over, frozenset(spec.get("overlaps", ())), frozenset(spec.get("group", ())),
                    frozenset(spec["excludes"]) if "excludes" in spec else None, spec.get("inverse"), bool(spec.get("symmetric")), bool(spec.get("rare")))
-        for w in words + narrow:
+        for w in words + narrow + wider:
             if w != w.lower().strip() or not w: raise CompvlError(f"{where}: {w!r} is not a lower-case word.")
             at = self._table.get((kind, w), ())
             if clash := next((o for o in at if o.concept.family == family), None): raise CompvlError(f"{where}: {w!r} is already a word of {clash.concept.name!r} in that family; a word has one concept a family.")
@@ -197,8 +201,8 @@ class Words:
     def __iter__(self) -> Iterator[Concept]: return iter(self._entries)
     def __len__(self) -> int: return len(self._entries)
     def words_of(self, concept: Concept) -> tuple[str, ...]:
-        "The words of a concept, commonest first, without its narrow ones."
-        return self._entries[concept].words
+        "The words of a concept, commonest first, then its wider ones, without its narrow ones."
+        return self._entries[concept].words + self._entries[concept].wider
 
     @lru_cache(maxsize=1 << 16)
     def _find(self, word: str, kind: str) -> tuple[str, tuple[_Entry, ...]]:
@@ -233,7 +237,10 @@ class Words:
             form = plural(new) if many else new
             return form if (is_plural(form) == many or many and _same_plural(new)) and (many or countability(new) == countability(base)) else ""
         if word == base: return new
-        if base.partition(" ")[0].endswith("ing"): return inflect_like(lemma(new, "VERB"), word, "VERB") if new.partition(" ")[0].endswith("ing") else ""
+        if base.partition(" ")[0].endswith("ing"):
+            if not new.partition(" ")[0].endswith("ing"): return ""
+            old, past = word.partition(" ")[0], [[_form(lemma(x, "VERB").partition(" ")[0], t) for t in ("VBD", "VBN")] for x in (word, new)]
+            return "" if past[0] == [old, old] and past[1][0] != past[1][1] else inflect_like(lemma(new, "VERB"), word, "VERB")    # tossed: threw, or thrown?
         form = inflect_like(new, word, "ADJ")
         return form if form != new else ""
 
@@ -242,12 +249,13 @@ class Words:
         """Other words for the same, inflected like `word` (of either number for nouns, of any tense for verbs); () where there is none.
 
         `plural` tells the number of a noun that does not show it (*sheep*), which else counts as singular.
-        Of a word of several concepts: those that it has in all of them. Of a verb with a preposition (*sitting on*): with a synonym of either."""
+        Of a word of several concepts: those that it has in all of them. Of a narrow word: its concept's name.
+        Of a verb with a preposition (*sitting on*): with a synonym of either."""
         word = " ".join(word.lower().split())
         base, found = self._find(word, kind)
         if not found: return tuple(f"{h} {t}" for h, t in self._compose(word, kind, self.synonyms))
-        new = [w for w in found[0].words if all(w in e.words for e in found)] if base in found[0].words else [found[0].concept.name] if len(found) == 1 else []
-        return tuple(f for w in new if w != base and (f := self._like(w, word, base, kind, plural)) and f != word)
+        new = [e.wider if base in e.wider else e.words + e.wider if base in e.words else e.words[:1] for e in found]
+        return tuple(f for w in new[0] if all(w in n for n in new) and w != base and (f := self._like(w, word, base, kind, plural)) and f != word)
 
     def _exclude(self, a: _Entry, b: _Entry) -> bool:
         "Whether the concept `b` is false where `a`, of the same family, is said."
@@ -261,13 +269,15 @@ class Words:
     def others(self, word: str, kind: str, plural: bool | None = None) -> tuple[str, ...]:
         """The name of each concept, but for rare ones, that excludes that of `word` in its family, inflected like it, commonest first: what may stand there to make a caption false.
 
-        `plural` as in `synonyms`. A noun compound goes by its head; a verb with a preposition (*sitting on*) gets another preposition or another verb; () where there is none."""
+        `plural` as in `synonyms`. What a second meaning of either word makes compatible (*trunk*, *chest*) is left out.
+        A noun compound goes by its head; a verb with a preposition (*sitting on*) gets another preposition or another verb; () where there is none."""
         word = " ".join(word.lower().split())
         base, found = self._broadly(word, kind)
         if not found: return tuple(f"{h} {t}" for h, t in self._compose(word, kind, self.others))
         above = self.hypernyms(word) if kind == "object" else ()
         word = word if kind != "object" or base in (word, singular(word)) else _head(word)[1]
-        offered = (o for e in found for o in self._families[e.concept[:2]] if self._exclude(e, o) and not (o.rare and e.excludes is None) and o.words[0] not in above and not any(x.concept in self._up[o.concept] for x in found))
+        def clear(new): return all(self._exclude(e, o) for e in found for o in self._table[kind, new] if o.concept[:2] == e.concept[:2])
+        offered = (o for e in found for o in self._families[e.concept[:2]] if self._exclude(e, o) and clear(o.words[0]) and not (o.rare and e.excludes is None) and o.words[0] not in above and not any(x.concept in self._up[o.concept] for x in found))
         return tuple(dict.fromkeys(f for o in offered if (f := self._like(o.words[0], word, base, kind, plural)) and f != word))
 
     def _parts(self, relation: str) -> tuple[str, str] | None:
@@ -309,7 +319,7 @@ class Words:
         base, found = self._broadly(word, "object")
         up = {c for e in found for c in self._up[e.concept]} | {e.concept for e in found if base in e.narrow}
         compound = singular(" ".join(word.lower().split()))
-        return frozenset(w for c in up for w in self._entries[c].words).union({base} if compound != base and " " in compound and found else ())
+        return frozenset(w for c in up for w in self.words_of(c)).union({base} if compound != base and " " in compound and found else ())
 
     @classmethod
     def from_microworld(cls, spec: dict) -> Words:
