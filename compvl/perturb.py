@@ -288,14 +288,14 @@ def _lines(rows, made, field, form, delimiter) -> Iterator[str]:
         csv.writer(out, delimiter=delimiter, lineterminator='\n').writerows([*(r.cells or (r.id, r.caption)), m.text, m.operator, m.target, m.refused] for r, m in zip(rows, made))
         yield out.getvalue()
 
-# %% ../nbs/lib/11_perturb.ipynb #946039b1
+# %% ../nbs/lib/11_perturb.ipynb #eb398135
 _maker: Maker | dict | None = None   # of a worker process: what it is made of, and then itself
 
 def _start(args):
     global _maker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-    if args['parser'] is None: sys.modules.setdefault('torch', None)
+    if args['parser'] is None: sys.modules.setdefault('torch', None)   # spaCy would import it: 2 s and half a gigabyte in every worker
     _maker = args
 
 def _work(rows: list[Row]) -> Block:
@@ -464,7 +464,7 @@ def _asked(source: Captions, dst: Path, client, attempts: int, form: str, limit:
             if text not in (None, 'None'): _merge(best, {operator: [_entry(row, Made(text, operator))]})
     s.sample = best.get(operator, [])
 
-# %% ../nbs/lib/11_perturb.ipynb #dde29c5d
+# %% ../nbs/lib/11_perturb.ipynb #d764cdfd
 _FORMS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.csv': 'csv', '.tsv': 'csv'}
 
 def _words_id(words) -> str:
@@ -496,7 +496,7 @@ def perturb_file(kind: str, method: str, src: str | Path, dst: str | Path, *, ke
     for model, methods in ((client, LM_METHODS), (unmasker, ['svlc-lm'])):
         if model is not None and method not in methods: raise CompvlError(f"the method {method} does not ask that model: choose {' or '.join(methods)}, or leave the model out.")
     if method == 'svlc-lm':
-        if unmasker is None: raise CompvlError("svlc-lm asks a masked language model: name one with --unmasker.")
+        if unmasker is None: raise CompvlError("svlc-lm asks a masked language model: name one with --model.")
         if isinstance(unmasker, (str, Path)):
             from compvl.language_models import Unmasker
             unmasker = Unmasker(unmasker)
