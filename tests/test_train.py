@@ -36,13 +36,14 @@ def uneven(ds, indices):
 
 
 def loss_and_gradients(towers, model, indices, backward, **options):
-    cfg = TrainConfig("hp+hn", mask_same_image=True, **options).resolved()
+    cfg = TrainConfig(**dict(method="hp+hn", mask_same_image=True) | options).resolved()
     loss, parts = batch_loss(towers, model, _Collate(model, cfg)(uneven(load_train_data("microworld", n=16), indices)), cfg)
     backward(loss)
     return {k: v.double() for k, v in dict(loss=loss.detach(), **parts).items()}, [p.grad.clone() for p in model.clip.parameters()]
 
 
-OPTIONS = [dict(w_hn=.5), dict(negatives_in_batch=True)]
+ATTRIBUTION = [dict(method="cae+hn", w_hp=1., attribution=a, attr_margin=.1) for a in ("attention", "gradcam", "perturbation", "gradient")]
+OPTIONS = [dict(w_hn=.5), dict(negatives_in_batch=True), *ATTRIBUTION]
 
 PROCESSES = """
 import sys, json, torch
@@ -73,7 +74,7 @@ def test_two_processes_are_one(tmp_path):
         model = create_model("micro-clip", device="cpu")
         parts, grads = loss_and_gradients(Towers(model), model, range(16), lambda loss: loss.backward(), **options)
         theirs, their_grads = torch.load(tmp_path/f"{k}.pt")
-        assert (parts["with_hn"], parts["with_hp"]) == (7, 3)
+        assert (parts["with_hn"], parts["with_hp"], parts.get("with_attr", 16)) == (7, 3, 16)
         assert theirs == pytest.approx({n: float(v) for n, v in parts.items()}, abs=1e-5)
         worst = max(float((a - b).abs().max()) for a, b in zip(grads, their_grads))
         assert worst < 1e-5 and max(float(g.abs().max()) for g in grads) > 1e-3
@@ -96,16 +97,18 @@ train(TrainConfig(**json.loads(sys.argv[1])), runs=sys.argv[2], progress=False, 
 """
 
 
-def test_killed_and_resumed_is_uninterrupted(tmp_path):
-    whole = train(TrainConfig(**CONFIG), runs=tmp_path/"whole", progress=False)
-    killed = subprocess.run([sys.executable, "-c", KILL, json.dumps(CONFIG), tmp_path/"killed"], env=ENV)
+@pytest.mark.parametrize("options", [{}, ATTRIBUTION[2]], ids=["hp+hn", "cae"])
+def test_killed_and_resumed_is_uninterrupted(tmp_path, options):
+    config, same = CONFIG | options, SAME + ["attr", "with_attr"]*bool(options)
+    whole = train(TrainConfig(**config), runs=tmp_path/"whole", progress=False)
+    killed = subprocess.run([sys.executable, "-c", KILL, json.dumps(config), tmp_path/"killed"], env=ENV)
     assert killed.returncode == -signal.SIGKILL
     folder, = (tmp_path/"killed").iterdir()
     assert folder.name == whole.folder.name and (folder/"checkpoint"/"state.pt").exists() and not (folder/"DONE").exists()
     with open(folder/"metrics.csv", "a") as f: f.write("8,0.00")     # a line that the kill cut short
-    run = train(TrainConfig(**CONFIG), runs=tmp_path/"killed", progress=False)
+    run = train(TrainConfig(**config), runs=tmp_path/"killed", progress=False)
     assert run.model.fingerprint() == whole.model.fingerprint()
-    assert run.metrics[SAME].equals(whole.metrics[SAME]) and (folder/"DONE").exists() and not (folder/"checkpoint").exists()
+    assert run.metrics[same].equals(whole.metrics[same]) and (folder/"DONE").exists() and not (folder/"checkpoint").exists()
 
 
 def test_micro_batches(tmp_path):
@@ -130,7 +133,8 @@ def test_infinite_loss_keeps_the_checkpoint(tmp_path):
 
 def test_mistakes_are_named(tmp_path):
     for options, says in [(dict(method="hnhp"), "clip-ft.*hp\\+hn"), (dict(steps=3, epochs=1), "not both"), (dict(precision="int8"), "bf16"),
-                          (dict(batch_size=1), "batch_size=1"), (dict(lr=-1.), "lr=-1")]:
+                          (dict(batch_size=1), "batch_size=1"), (dict(lr=-1.), "lr=-1"),
+                          (dict(method="cae"), "needs an attribution.*gradcam"), (dict(method="cae", attribution="shapley"), "shapley.*gradcam")]:
         with pytest.raises(CompvlError, match=says): TrainConfig(**options)
     with pytest.raises(CompvlError, match="does not divide into 3"): train(TrainConfig(**CONFIG | dict(grad_accum=3)), runs=tmp_path, progress=False)
     with pytest.raises(CompvlError, match="larger than the 48"): train(TrainConfig(**CONFIG | dict(batch_size=64)), runs=tmp_path, progress=False)
