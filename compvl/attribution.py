@@ -272,7 +272,7 @@ def image_attribution(model: Model, image, caption: str) -> Tensor:
     Source: Chefer et al. 2021; Selvaraju et al. 2017."""
     return _image_map(model.clip, _open(model, image)[1], model.tokenizer([caption]).to(model.device))
 
-# %% ../nbs/lib/19_attribution.ipynb #87ac3b56
+# %% ../nbs/lib/19_attribution.ipynb #d2f9cd68
 _HUES = dict(object='#0072B2', attribute='#009E73', relation='#CC79A7')
 _LEVELS = 'token', 'word', 'concept'
 
@@ -352,7 +352,7 @@ class Attribution:
             s0 = s + len(self.caption[s:e]) - len(self.caption[s:e].lstrip())
             (r, c), n, y = place[s0], e - s0, .42*place[s0][0] + .3
             if v is not None:
-                ax.add_patch(Rectangle((c, y - .17), n, .27, color=_shade(v, top), lw=0))
+                ax.add_patch(Rectangle((c, y - .07), n, .19, color=_shade(v, top), lw=0))
                 if kind := self._kind(s, e): ax.add_patch(Rectangle((c, y + .12), n, .025, color=_HUES[kind], lw=0))
             for k, x in enumerate(self.caption[s0:e]):
                 r, c = place[s0 + k]

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['BENCHES', 'ITEMS_PER_IMAGE', 'bench', 'run_bench', 'replace_structure', 'reference_scores', 'evaluate_engine',
-           'decoding', 'compositional', 'training_step', 'stand_in_captions', 'perturbing']
+           'decoding', 'compositional', 'training_step', 'stand_in_captions', 'perturbing', 'attribution_step']
 
-# %% ../nbs/lib/33_bench.ipynb #683715e3
+# %% ../nbs/lib/33_bench.ipynb #096a83c1
 import inspect, json, random, tempfile, threading, time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ from tqdm.auto import tqdm
 from . import microworld
 from .benchmarks import load_benchmark, load_benchmarks
 from .core import CompvlError, environment, pick, read_jsonl, write_json
+from .data import load_train_data
 from .embed import Embedder, inference
 from .evaluate import evaluate, item_scores
 from .items import Benchmark, Triplet, open_image
@@ -32,6 +34,7 @@ from .negatives import hard_negative
 from .operators import Refused
 from .parser import parse_many
 from .perturb import Captions, perturb_file
+from .train import Towers, TrainConfig, _Collate, batch_loss, make_optimizer
 from .words import plural, words
 
 # %% ../nbs/lib/33_bench.ipynb #4e131660
@@ -266,3 +269,30 @@ def perturbing(n: int = 100_000, root=None, method: str = 'rules', workers: int 
     if difference: raise CompvlError("a file's hard negatives are not those of a call a caption, or not the same by several processes: there is no ratio to give")
     return dict(what=f"{len(captions):,} {'captions of a file' if root else 'composed captions'} of {sum(len(c.split()) for c in captions)/len(captions):.1f} words, method {method}", rows=rows,
                 ratio=rows[1]['seconds']/rows[4]['seconds'], difference=difference, met=all(r['captions a second'] >= r['asked for'] for r in rows if r['asked for']))
+
+# %% ../nbs/lib/33_bench.ipynb #5f94f63e
+@bench('attribution')
+def attribution_step(batch_size: int = 128, steps: int = 8, model: str = 'micro-clip', pretrained: str | None = None, seed: int = 0) -> dict:
+    "Training steps of CLIP-CAE by each attribution, in turn with steps of CLIP-FT on the same batches of the microworld."
+    torch.manual_seed(seed)
+    start = create_model(model, pretrained)
+    data = load_train_data('microworld', batch_size*(steps+1), start.image_size, seed=seed)
+    at_most = {'attention': 1.4} | dict.fromkeys(('gradcam', 'perturbation', 'gradient'), 2.5)
+    configs = {'CLIP-FT': TrainConfig('clip-ft').resolved()} | {a: TrainConfig('cae', attribution=a).resolved() for a in at_most}
+    models = {k: replace(start, clip=deepcopy(start.clip)) for k in configs}
+    towers, optimizers, collates = ({k: f(models[k], c) for k, c in configs.items()} for f in (lambda m, c: Towers(m), make_optimizer, lambda m, c: _Collate(m, c)))
+    seconds, first = dict.fromkeys(configs, 0.), {}
+    for step in tqdm(range(steps + 1), desc='steps of each', leave=False):
+        batch = data.batch(range(step*batch_size, (step+1)*batch_size))
+        for k, c in configs.items():
+            t0 = time.perf_counter()
+            loss, parts = batch_loss(towers[k], models[k], collates[k](batch), c)
+            loss.backward(); optimizers[k].step(); optimizers[k].zero_grad()
+            if models[k].device.type == 'cuda': torch.cuda.synchronize()
+            if step: seconds[k] += time.perf_counter() - t0
+            else: first[k] = float(parts['itc'])
+    plain, difference = seconds['CLIP-FT'], max(abs(v - first['CLIP-FT']) for v in first.values())
+    if difference > 1e-4: raise CompvlError(f"the contrastive losses of the same batch differ by {difference:.1e} (at most 1e-4 is rounding): there is no ratio to give")
+    rows = [{'way': k, 'seconds a step': v/steps, 'times CLIP-FT': v/plain, 'at most': at_most.get(k, '')} for k, v in seconds.items()]
+    return dict(what=f'{steps} steps of {batch_size} pairs, {model}, {start.device.type}, {torch.get_num_threads()} threads', rows=rows, ratio=plain/max(seconds.values()), difference=difference,
+                met=all(r['times CLIP-FT'] <= r['at most'] for r in rows if r['at most']))
