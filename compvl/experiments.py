@@ -8,16 +8,14 @@ __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'TABLE3', 'TABLE10', 'CA
            'base_record', 'chance', 'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'results', 'Claim', 'change',
            'verdict', 'judge', 'findings', 'comparisons', 'Example', 'examples']
 
-# %% ../nbs/lib/32_experiments.ipynb #59c87b70
-import itertools, math, os, random, shutil, sys, time, warnings
+# %% ../nbs/lib/32_experiments.ipynb #4e95b67a
+import itertools, math, os, random, shutil, sys, time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np, pandas as pd
-with warnings.catch_warnings():   # libraries ask for ipywidgets, which nothing here needs
-    warnings.simplefilter('ignore'); import tqdm.auto
 from tqdm import tqdm
 
 from .benchmarks import expand, load_benchmark
