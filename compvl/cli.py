@@ -160,12 +160,13 @@ def _settings(pairs: list[str], fields: list[str]) -> dict:
         else: out[top] = value
     return out
 
-# %% ../nbs/lib/35_cli.ipynb #b02e0aba
+# %% ../nbs/lib/35_cli.ipynb #76fe1601
 @app.command(epilog="Example:  [bold]compvl train --method hp+hn --steps 400[/]   (micro-CLIP's shipped base, in the microworld)\n\n"
                     "Example:  [bold]accelerate launch -m compvl.cli train --method hn --model ViT-B-32 --pretrained openai --data coco "
                     "--train-captions captions_train2014.json --image-root train2014 --hard-negatives negatives.jsonl --epochs 5[/]")
 def train(
-    method: Annotated[Optional[str], typer.Option(help="clip-ft, negclip, hn, hp, hp+hn: sets the weights of the loss terms.")] = None,
+    method: Annotated[Optional[str], typer.Option(help="clip-ft, negclip, hn, hp, hp+hn, cae, cae+hn: sets the weights of the loss terms.")] = None,
+    attribution: Annotated[Optional[str], typer.Option(help="cae, cae+hn: attention, gradcam, perturbation or gradient.")] = None,
     model: Annotated[Optional[str], typer.Option(help="An open_clip model name, or micro-clip.")] = None,
     pretrained: Annotated[Optional[str], typer.Option(help="Starting weights: base, an open_clip tag, a weights file or a run folder.")] = None,
     data: Annotated[Optional[str], typer.Option(help="microworld | coco")] = None,
@@ -191,7 +192,7 @@ def train(
     from dataclasses import fields as fields_of
     from compvl.train import TrainConfig, train as run_training
     fields = [f.name for f in fields_of(TrainConfig)]
-    values = dict(method=method, model=model, pretrained=pretrained, data=data, n_train=n_train, steps=steps, epochs=epochs,
+    values = dict(method=method, attribution=attribution, model=model, pretrained=pretrained, data=data, n_train=n_train, steps=steps, epochs=epochs,
                   batch_size=batch_size, lr=lr, seed=seed)
     options = dict(captions_json=train_captions, image_root=image_root, hard_negatives=hard_negatives, hard_positives=hard_positives)
     options = {k: [str(p) for p in v] if isinstance(v, list) else str(v) for k, v in options.items() if v} | ({"skip_damaged": True} if skip_damaged else {})
@@ -211,7 +212,7 @@ def train(
     if as_json: _print_json(dict(folder=str(run.folder), config=run.config, last=last))
     else: typer.echo(f"{run.folder}: step {int(last['step'])}, loss {last['loss']:.4f}")
 
-# %% ../nbs/lib/35_cli.ipynb #701ce8d0
+# %% ../nbs/lib/35_cli.ipynb #02921ef8
 @app.command(epilog="Example:  [bold]compvl perturb --kind hn --method rules captions_train2014.json hard_negatives.jsonl[/]\n\n"
                     "Example:  [bold]compvl perturb --kind hp --method lm-swap --model my-model --endpoint http://localhost:8000/v1 captions.jsonl swap_hp.jsonl[/]\n\n"
                     "Methods of --kind hn: rules, swap, replace, add (compvl's own), crepe-swap, crepe-replace, crepe-negate, negclip, svlc-rules, and svlc-lm, which asks a masked language model.\n\n"
@@ -242,19 +243,18 @@ def perturb(
     "Make hard negatives or hard positives of the captions of a file: streaming, in parallel, and resumable. Exit status 130 after Ctrl-C."
     from dataclasses import asdict
     from rich.console import Console
-    from compvl.perturb import perturb_file
+    from compvl.perturb import LM_METHODS, perturb_file
     options = {k: v for k, v in dict(key_env=key_env, concurrency=concurrency, rpm=rpm, device=device).items() if v is not None}
-    asks = dict(client=method.startswith("lm-"), unmasker=method == "svlc-lm")
-    if any(asks.values()) != bool(model): raise CompvlError(f"--method {method} asks {'a' if asks['client'] else 'a masked'} language model: name it with --model." if not model else f"--method {method} asks no language model: leave out --model.")
-    if asks["client"]:
+    client, unmasker = None, model   # which of them a method asks, if any, is checked where they are used
+    if model and method in LM_METHODS:
         from compvl.language_models import open_client
-        asks["client"] = open_client(model, endpoint, **options)
-    elif asks["unmasker"]:
+        client, unmasker = open_client(model, endpoint, **options), None
+    elif model and method == "svlc-lm":
         from compvl.language_models import Unmasker
-        asks["unmasker"] = Unmasker(model, device)
+        unmasker = Unmasker(model, device)
     try:
         summary = perturb_file(kind, method, src, dst, key=key, bare=bare, seed=seed, sound=not as_published, parser=parser, limit=limit, skip_bad=skip_bad, workers=workers, attempts=attempts,
-                               resume=not restart, **{k: v or None for k, v in asks.items()})
+                               resume=not restart, client=client, unmasker=unmasker)
     except KeyboardInterrupt: raise typer.Exit(130) from None
     if as_json: _print_json(asdict(summary))
     else: Console().print(summary)
