@@ -1,5 +1,5 @@
 "The parser where a notebook cannot show it: a trained pipeline on disk, processes, real captions."
-import csv, json, os, time
+import csv, json, os
 from pathlib import Path
 
 import pytest, spacy
@@ -79,10 +79,7 @@ def real_captions():
     return list(dict.fromkeys(found))
 
 def test_real_captions_are_read(real_captions):
-    "At least 98 % with an object, 90 % with a relation or an attribute; every span is its text; 5,000 captions a second and core."
-    half = len(real_captions)//2
-    parses = list(parse_many(real_captions[:half]))
-    start = time.process_time(); parses += parse_many(real_captions[half:]); spent = time.process_time() - start
+    "At least 98 % with an object, 90 % with a relation or an attribute; every span is its text. How fast: `compvl bench perturb`."
+    parses = list(parse_many(real_captions))
     assert sum(bool(p.objects) for p in parses) >= .98*len(parses) and sum(bool(p.relations or p.attributes) for p in parses) >= .9*len(parses)
     assert all(p.text[x.start:x.end] == x.text for p in parses for x in p.objects + p.attributes + p.relations + p.tokens)
-    assert (len(real_captions) - half)/spent >= 5000, f"{(len(real_captions) - half)/spent:,.0f} captions a second"
