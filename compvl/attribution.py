@@ -30,9 +30,9 @@ from .words import Words, plural
 from .words import words as shipped_words
 
 # %% auto #0
-__all__ = ['METHODS', 'text_attribution', 'Replacement', 'replacements', 'Perturbation', 'tokenize_replacements',
-           'perturbation_scores', 'perturbation_attribution', 'perturbed_tokens', 'caption_masks', 'image_attribution',
-           'Attribution', 'attribute']
+__all__ = ['METHODS', 'HUES', 'EM', 'LINE', 'text_attribution', 'Replacement', 'replacements', 'Perturbation',
+           'tokenize_replacements', 'perturbation_scores', 'perturbation_attribution', 'perturbed_tokens',
+           'caption_masks', 'image_attribution', 'shade', 'places', 'Attribution', 'attribute']
 
 # %% ../nbs/lib/19_attribution.ipynb #bc620490
 METHODS = 'attention', 'gradcam', 'perturbation', 'gradient'
@@ -103,7 +103,7 @@ def _features(clip: nn.Module, x: Tensor, tokens: Tensor, graph: bool) -> Tensor
     with torch.set_grad_enabled(graph): x = _unit(clip.encode_image(x) if x.ndim == 4 else x)
     return x if graph else x.detach()
 
-# %% ../nbs/lib/19_attribution.ipynb #ca224f21
+# %% ../nbs/lib/19_attribution.ipynb #f9deefca
 def text_attribution(model, images_or_features: Tensor, tokens: Tensor, method: str = 'gradcam', create_graph: bool = False, features: bool = False,
                      scale: float | Tensor = 1.) -> Tensor | tuple[Tensor, Tensor]:
     """Attribution of each token in the score of image and caption, row by row: float [B, L], zero behind EOT.
@@ -112,7 +112,7 @@ def text_attribution(model, images_or_features: Tensor, tokens: Tensor, method: 
     `tokens`: int64 [B, L]. `method`: 'attention' (in [0, 1], rows sum to 1), 'gradcam' (at least 0, at EOT at least 1) or 'gradient' (in (0, 1), rows sum to 1);
     for 'perturbation' see `perturbation_attribution`. With `create_graph` the result is differentiable by the weights and, unless detached, by the image features, and the
     model runs in the mode it is in; else it runs in eval mode, and no graph is kept. With `features`, returns (attribution, text features [B, D]: unit vectors of the same
-    pass, with gradient if `create_graph`). The score is `scale` times the cosine: with the logit scale, gradcam and gradient are those of the logits. The model is left as found. Raises CompvlError for a text tower that is not open_clip's causal transformer (it says what is needed)
+    pass, with gradient if `create_graph`). For gradcam the score is `scale` times the cosine: with the logit scale, that of the logits; gradient is always that of the cosine, since its softmax, of logits, would single out one token. The model is left as found. Raises CompvlError for a text tower that is not open_clip's causal transformer (it says what is needed)
     and for shapes that do not go together. Source: Li et al. 2024 (CAE); Chefer et al. 2021, equations 5 and 6."""
     if pick(method, METHODS, 'method') == 'perturbation': raise CompvlError("perturbation needs perturbed captions: make them with `replacements`, and call `perturbation_attribution`.")
     clip = getattr(model, 'clip', model)
@@ -136,7 +136,7 @@ def text_attribution(model, images_or_features: Tensor, tokens: Tensor, method: 
             if method == 'attention': rows = [torch.stack(A).mean((0, 2)) for A in weights]
             else:
                 wrt = [x] if method == 'gradient' else [a for A in weights for a in A]
-                grads = torch.autograd.grad(scale * (I * T).sum(), wrt, create_graph=create_graph)
+                grads = torch.autograd.grad((1. if method == 'gradient' else scale) * (I * T).sum(), wrt, create_graph=create_graph)
                 if method == 'gradient': rows = [_unitless(grads[0], eot)]
                 else:
                     grads = iter(grads)
@@ -272,14 +272,23 @@ def image_attribution(model: Model, image, caption: str) -> Tensor:
     Source: Chefer et al. 2021; Selvaraju et al. 2017."""
     return _image_map(model.clip, _open(model, image)[1], model.tokenizer([caption]).to(model.device))
 
-# %% ../nbs/lib/19_attribution.ipynb #d2f9cd68
-_HUES = dict(object='#0072B2', attribute='#009E73', relation='#CC79A7')
+# %% ../nbs/lib/19_attribution.ipynb #49666d68
+HUES = dict(object='#0072B2', attribute='#009E73', relation='#CC79A7')    # of what underlines the kinds
 _LEVELS = 'token', 'word', 'concept'
+EM, LINE = .602*9.5/72, .235      # inches: a character of matplotlib's monospace font at 9.5 points, a line with its underline
 
-def _shade(score: float, top: float) -> tuple[float, float, float, float]:
+def shade(score: float, top: float) -> tuple[float, float, float, float]:
     "Orange for what raises the score, blue for what lowers it; the more opaque the more."
     share = min(1., abs(score) / top) if top > 0 else 0.
     return (*((230/255, 120/255, 0.) if score >= 0 else (0., 114/255, 178/255)), .75*share)
+
+def places(text: str, width: int) -> list[tuple[int, int]]:
+    "Line and column of each character, `width` characters a line, broken at spaces."
+    place, row, col = [], 0, 0
+    for word in text.replace('\n', ' ').split(' '):
+        if col and col + len(word) > width: row, col = row + 1, 0
+        place += [(row, col + k) for k in range(len(word) + 1)]; col += len(word) + 1
+    return place
 
 @dataclass(frozen=True)
 class Attribution:
@@ -301,7 +310,7 @@ class Attribution:
         "The tokens as they stand in the caption."
         return tuple(self.caption[s:e] for s, e in self.spans)
 
-    def _kind(self, start, end) -> str: return next((k for k in _HUES for s, e in self.parsed.spans(k) if s < end and start < e), '')
+    def _kind(self, start, end) -> str: return next((k for k in HUES for s, e in self.parsed.spans(k) if s < end and start < e), '')
     def _mean(self, start, end) -> float:
         found = [v for (s, e), v in zip(self.spans, self.scores) if s < end and start < e]
         return sum(found) / len(found) if found else float('nan')
@@ -312,7 +321,7 @@ class Attribution:
         Words and concepts have the mean of their tokens, NaN where the context cuts them off."""
         if pick(level, _LEVELS, 'level') == 'token': rows = [(s, e, self._kind(s, e), v) for (s, e), v in zip(self.spans, self.scores)]
         elif level == 'word': rows = [(s, e, self._kind(s, e), self._mean(s, e)) for s, e in self.parsed.spans('token')]
-        else: rows = sorted((s, e, k, self._mean(s, e)) for k in _HUES for s, e in self.parsed.spans(k))
+        else: rows = sorted((s, e, k, self._mean(s, e)) for k in HUES for s, e in self.parsed.spans(k))
         return pd.DataFrame([(self.caption[s:e], s, e, k, v) for s, e, k, v in rows], columns=['token', 'start', 'end', 'kind', 'score'])
 
     def _runs(self) -> Iterator[tuple[int, int, float | None]]:
@@ -326,39 +335,43 @@ class Attribution:
             at = e
         if at < len(self.caption): yield at, len(self.caption), None
 
+    def draw_text(self, ax, line: float = 0, top: float | None = None, width: int = 58):
+        "Write the caption on axes in characters and lines, from `line` on: tokens shaded by their share of the score `top` (default: the greatest), kinds underlined, grey what the context cuts off."
+        from matplotlib.patches import Rectangle
+        place, top = places(self.caption, width), max(map(abs, self.scores), default=0) if top is None else top
+        for s, e, v in self._runs():
+            text = self.caption[s:e]
+            s, e = s + len(text) - len(text.lstrip()), e - len(text) + len(text.rstrip())
+            if s >= e: continue
+            row, col = place[s]
+            if v is not None:
+                ax.add_patch(Rectangle((col, line + row + .1), e - s, .72, color=shade(v, top), lw=0))
+                if kind := self._kind(s, e): ax.add_patch(Rectangle((col, line + row + .84), e - s, .1, color=HUES[kind], lw=0))
+            for k in range(s, e):
+                ax.text(place[k][1] + .5, line + place[k][0] + .64, self.caption[k], family='monospace', fontsize=9.5, ha='center', va='baseline', color='black' if v is not None else '#999999')
+
+    def draw_image(self, ax, heat: bool = True):
+        "The picture as the model saw it, and over it the map relative to its greatest value: the brighter, the more of the score, and the less one sees of the picture below."
+        import matplotlib
+        (w, h), m = self.picture.size, self.image_map / (self.image_map.max() or 1)
+        ax.imshow(self.picture, extent=(0, w, h, 0)); ax.axis('off')
+        if not heat: return
+        m = F.interpolate(torch.as_tensor(m, dtype=torch.float32)[None, None], (256, 256), mode='bicubic', align_corners=False)[0, 0].clamp(0, 1).numpy()
+        ax.imshow(np.dstack([matplotlib.colormaps['inferno'](m)[..., :3], .15 + .6*m]), extent=(0, w, h, 0), interpolation='bilinear')
+
     def figure(self, width: int = 58):
         "The image, the image with its map, and the caption with its tokens shaded, `width` characters a line; a matplotlib figure."
         from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-        place, row, col = [], 0, 0
-        for m in re.finditer(r'\S*\s*', self.caption):
-            if col and col + len(m[0].rstrip()) > width: row, col = row + 1, 0
-            place += [(row, col + k) for k in range(len(m[0]))]; col += len(m[0])
-        em, text_height = .088, .42*(row + 1) + .35
-        fig = Figure(figsize=(em*width + .2, 2.7 + text_height), dpi=110)
-        share = text_height / (2.7 + text_height)
+        lines, size, head = (places(self.caption, width) or [(0, 0)])[-1][0] + 2, EM*width/2, .25
+        fig = Figure(figsize=(2*size + .2, head + size + .1 + lines*LINE), dpi=110)
+        W, H = fig.get_size_inches()
         for k, title in enumerate(('image', 'where the score comes from')):
-            ax = fig.add_axes((.02 + .5*k, share, .46, .9*(1-share)))
-            ax.imshow(self.picture); ax.set_title(title, fontsize=8, loc='left'); ax.axis('off')
-            if k:
-                w, h = self.picture.size
-                heat = F.interpolate(torch.as_tensor(self.image_map, dtype=torch.float32)[None, None], (h, w), mode='bicubic', align_corners=False)[0, 0].clamp(min=0).numpy()
-                ax.imshow(heat, cmap='inferno', alpha=.6)
-        ax = fig.add_axes((0, 0, 1, share)); ax.axis('off')
-        ax.set(xlim=(-1, width + 1), ylim=(text_height, 0))
-        top = max(map(abs, self.scores), default=0)
-        for s, e, v in self._runs():
-            if not self.caption[s:e].strip(): continue
-            s0 = s + len(self.caption[s:e]) - len(self.caption[s:e].lstrip())
-            (r, c), n, y = place[s0], e - s0, .42*place[s0][0] + .3
-            if v is not None:
-                ax.add_patch(Rectangle((c, y - .07), n, .19, color=_shade(v, top), lw=0))
-                if kind := self._kind(s, e): ax.add_patch(Rectangle((c, y + .12), n, .025, color=_HUES[kind], lw=0))
-            for k, x in enumerate(self.caption[s0:e]):
-                r, c = place[s0 + k]
-                ax.text(c + .5, .42*r + .37, x, family='monospace', fontsize=10, ha='center', va='baseline', color='black' if v is not None else '#999999')
-        ax.text(0, text_height - .08, f'{self.method}, cosine {self.score:.3f}', fontsize=7, color='#555555')
-        for k, (kind, hue) in enumerate(_HUES.items()): ax.text(width - 24 + 9*k, text_height - .08, kind, fontsize=7, color=hue)
+            ax = fig.add_axes(((.05 + k*(size + .1))/W, 1 - (head + size)/H, size/W, size/H))
+            self.draw_image(ax, bool(k)); ax.set_title(title, fontsize=8, loc='left')
+        ax = fig.add_axes((.05/W, 0, EM*width/W, lines*LINE/H)); ax.axis('off'); ax.set(xlim=(0, width), ylim=(lines, 0))
+        self.draw_text(ax, width=width)
+        ax.text(0, lines - .3, f'{self.method}, cosine {self.score:.3f}', fontsize=7, color='#555555')
+        for k, (kind, hue) in enumerate(HUES.items()): ax.text(width - 24 + 9*k, lines - .3, kind, fontsize=7, color=hue)
         return fig
 
     def _repr_html_(self) -> str:

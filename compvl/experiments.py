@@ -7,7 +7,7 @@ __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'W_ATTR', 'TABLE3', 'TAB
            'CAE_TABLE4', 'CAE_TABLE5', 'TRIPLETS', 'STANDARD', 'Profile', 'get_profile', 'Row', 'rows', 'train_config',
            'row_model', 'base_config', 'ship_base', 'base_record', 'chance', 'oracle_scores', 'seed_bootstrap',
            'Results', 'load', 'results', 'row_models', 'learning_curves', 'Claim', 'change', 'verdict', 'judge',
-           'findings', 'comparisons', 'Example', 'examples']
+           'findings', 'comparisons', 'choose_weight', 'Example', 'examples', 'turned']
 
 # %% ../nbs/lib/32_experiments.ipynb #ef4f1fd2
 import itertools, math, os, random, shutil, sys, time
@@ -103,7 +103,7 @@ def get_profile(name: str, data_root: str | Path | None = None) -> Profile:
     if not root.is_dir(): raise CompvlError(f"data root {root} is not a folder: give the folder of the downloads.")
     return replace(p, root=str(root))
 
-# %% ../nbs/lib/32_experiments.ipynb #caf61827
+# %% ../nbs/lib/32_experiments.ipynb #fc7e9d92
 @dataclass(frozen=True)
 class Row:
     """A row of the papers' tables.
@@ -150,7 +150,7 @@ def rows(*keys: str) -> list[Row]:
 
 TABLE1 = rows('clip', 'clip-coco', 'negclip', 'crepe-swap', 'crepe-replace', 'svlc', 'svlc+pos', 'dac-llm', 'dac-sam', 'hn', 'hp+hn', 'swap-only', 'replace-only', 'chance', 'human')
 _CAE = {'attention': 'Attention-Based', 'gradcam': 'GradCAM-Based', 'perturbation': 'Perturbation-Based', 'gradient': 'Gradient-Based'}
-W_ATTR = {'attention': 1., 'gradcam': 1., 'perturbation': 1., 'gradient': 1.}   # weight of L_attr by attribution, as chosen on the validation split in the notebook 06_cae
+W_ATTR = {'attention': 10., 'gradcam': 1., 'perturbation': 1., 'gradient': 10.}   # weight of L_attr by attribution, as chosen on the validation split in the notebook 06_cae
 _CAE_ROWS = tuple(f'cae-{k}' for k in _CAE)
 _LOSSES, _WITH_HN = 'attribution losses', 'attribution losses, hard negatives as well'
 ROWS |= {r.key: r for r in [
@@ -510,7 +510,7 @@ def learning_curves(rows: Iterable[Row], profile: Profile, out) -> pd.DataFrame:
     runs = [(r.key, s, train(train_config(r, profile, s), runs=_runs(out), progress=False)) for r in rows if r.source == 'trained' and not _released(r, profile) for s in profile.seeds]
     return pd.concat([run.metrics.assign(method=k, seed=s) for k, s, run in runs], ignore_index=True) if runs else pd.DataFrame(columns=['method', 'seed', 'step'])
 
-# %% ../nbs/lib/32_experiments.ipynb #36bb4a83
+# %% ../nbs/lib/32_experiments.ipynb #f7555d97
 @dataclass(frozen=True)
 class Claim:
     """`text`: what the paper says; `a`, `b`: figures (row key, benchmark, group, metric), of which the difference `b` − `a` is meant.
@@ -533,14 +533,17 @@ def verdict(lo: float, hi: float, sign: int) -> str:
     if lo <= 0 <= hi: return 'undecided'
     return 'reproduced' if (lo > 0) == (sign > 0) else 'not reproduced'
 
-def judge(res: Results, claims: Iterable[Claim], tables: Iterable[str] = _PUBLISHED, columns: Iterable[Column] = ACCURACY) -> pd.DataFrame:
+def judge(res: Results, claims: Iterable[Claim], tables: Iterable[str] = _PUBLISHED, columns: Iterable[Column] = ACCURACY, rows: Iterable[Row] = ()) -> pd.DataFrame:
     """A row a claim: `claim, a, b, difference, lo, hi, published, verdict`; *no data* where a figure is not there.
 
-    `tables`: published tables that give the paper's difference; `columns`: those of these tables. Models are looked up by the labels of the results' rows."""
-    cells, keys, labels, out = published_cells(*tables), {c[3:]: c.key for c in columns}, {r.key: r.label for r in [*ROWS.values(), *res.rows]}, []
+    `tables`: published tables that give the paper's difference; `columns`: those of these tables, of which joined figures are means there as well. Models are looked up by the labels of the
+    results' rows, or of `rows`, where these tables have others."""
+    cells, keys, labels, out = published_cells(*tables), {c[3:]: c.key for c in columns}, {r.key: r.label for r in [*ROWS.values(), *res.rows, *rows]}, []
+    def theirs(key, *at):
+        if at in keys or at[0] not in res.joined: return cells.get((labels.get(key), keys.get(at)), np.nan)
+        return float(np.mean([theirs(key, *c[3:]) for c in res.joined[at[0]]]))
     for c in claims:
-        theirs = [cells.get((labels.get(f[0]), keys.get(f[1:]))) for f in (c.a, c.b)]
-        published = theirs[1] - theirs[0] if None not in theirs else np.nan
+        published = theirs(*c.b) - theirs(*c.a)
         sign = c.sign or (0 if np.isnan(published) else int(np.sign(published)))
         if not sign: raise CompvlError(f"The claim {c.text!r} has no published difference: give its sign.")
         try: d = res.difference(c.a, c.b)
@@ -569,7 +572,19 @@ def comparisons(res: Results, pairs: Iterable[tuple[str, str]], columns: Iterabl
             out.append({'pair': f'{ROWS[b].label} − {ROWS[a].label}', 'benchmark': c.benchmark, 'metric': c.metric} | {k: d[k] for k in ('a', 'b', 'diff', 'lo', 'hi', 'p')})
     return pd.DataFrame(out, columns=['pair', 'benchmark', 'metric', 'a', 'b', 'diff', 'lo', 'hi', 'p'])
 
-# %% ../nbs/lib/32_experiments.ipynb #f9c71cbb
+# %% ../nbs/lib/32_experiments.ipynb #143771b4
+def choose_weight(res: Results, keys: dict[float, str], figure: tuple[str, str, str], start: str) -> tuple[float, pd.DataFrame]:
+    """The chosen weight, and a row each: `weight`, `value`, and differences from row `start` (`over start`, `lo`, `hi`) and from the best weight (`below best`, with its standard error `se`, both paired).
+
+    `keys`: weight -> row key; `figure`: benchmark, group and metric, of which more is better. Source: Hastie, Tibshirani and Friedman, The Elements of Statistical Learning, Section 7.10."""
+    value = {w: res.difference((start, *figure), (k, *figure)) for w, k in keys.items()}
+    best = max(value, key=lambda w: value[w]['b'])
+    below = {w: res.difference((k, *figure), (keys[best], *figure)) for w, k in keys.items()}
+    se = {w: (d['hi'] - d['lo'])/(2*1.96) for w, d in below.items()}
+    chosen = max(w for w, d in below.items() if d['diff'] <= se[w])
+    return chosen, pd.DataFrame([{'weight': w, 'value': d['b'], 'over start': d['diff'], 'lo': d['lo'], 'hi': d['hi'], 'below best': below[w]['diff'], 'se': se[w], 'chosen': '✓' if w == chosen else ''} for w, d in value.items()])
+
+# %% ../nbs/lib/32_experiments.ipynb #334989d8
 @dataclass(frozen=True)
 class Example:
     "An item with the scores (caption, hard negative, hard positive) that rows give it: `{row key: (s_c, s_n, s_p)}`."
@@ -595,3 +610,12 @@ def examples(res: Results, keys: Sequence[str], shows: str, groups: Iterable[tup
         scores = {k: tuple(float(v) for v in first[k][name].set_index('id').loc[chosen, ['s_c', 's_n', 's_p']]) for k in keys}
         out.append(Example(items[chosen], scores, len(hits), len(inside)))
     return out
+
+def turned(res: Results, benchmark: str, wrong: str, right: str, n: int = 1, seed: int = 0) -> tuple[list, int]:
+    "Up to `n` items, drawn at random among those of a benchmark that row `wrong` gets wrong and row `right` gets right (its own accuracy), and how many these are; none where a row or the benchmark is not there."
+    b = next((b for b in res.benchmarks if b.name == benchmark), None)
+    if b is None or not {wrong, right} <= set(res.scores): return [], 0
+    ok = {k: res._outcome(k, next(iter(res.scores[k])), benchmark)['accuracy'].to_numpy() for k in (wrong, right)}
+    ids = next(iter(res.scores[right].values()))[benchmark].id.to_numpy()[ok[right] & ~ok[wrong]]
+    items = {i.id: i for i in b.items}
+    return [items[i] for i in random.Random(f'{seed}-{benchmark}').sample(sorted(ids), min(n, len(ids)))], len(ids)

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['BLACK', 'ORANGE', 'SKY', 'GREEN', 'YELLOW', 'BLUE', 'VERMILLION', 'PURPLE', 'STYLE', 'TEXTS', 'OPERATOR_COLORS',
            'style', 'look', 'Saved', 'save_figure', 'place_labels', 'short', 'front', 'score_shift', 'split_bars',
-           'order', 'draw_examples', 'changes', 'draw_failures', 'operator_bars']
+           'order', 'draw_examples', 'changes', 'curves', 'draw_failures', 'operator_bars']
 
-# %% ../nbs/lib/31_plots.ipynb #ccb196bc
-import base64, textwrap
+# %% ../nbs/lib/31_plots.ipynb #4116706b
+import base64, re, textwrap
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -23,10 +23,12 @@ from .core import CompvlError, atomic_write
 from .items import item_images, open_image
 from .tables import METRIC_TITLES, Column, published_cells
 
-# %% ../nbs/lib/31_plots.ipynb #a8aec5d5
+# %% ../nbs/lib/31_plots.ipynb #9041a4a2
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = '#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7'
 STYLE = {'clip': (BLACK, 'o'), 'clip-coco': ('#888888', 's'), 'hn': (VERMILLION, '^'), 'hp+hn': (BLUE, 'D'), 'swap-only': (SKY, 'v'), 'replace-only': (GREEN, 'P'),
          'hp+0hn': ('#bd93d8', 'X'), 'hp+0.25hn': ('#9c69c2', 'X'), 'hp+0.5hn': ('#7b45a5', 'X'), 'hp+0.75hn': ('#52227b', 'X')}
+STYLE |= {f'cae-{k}{hn}': look for k, look in dict(attention=(ORANGE, '<'), gradcam=(PURPLE, '>'), perturbation=(GREEN, 'p'), gradient=(SKY, 'h')).items() for hn in ('', '-hn')}
+STYLE['attr-only'] = ('#a08c00', '*')
 TEXTS = {'c': ('caption', GREEN, 'o'), 'n': ('hard negative', VERMILLION, 'X'), 'p': ('hard positive', BLUE, 'D')}   # markers of s(c), s(c_n), s(c_p)
 
 @contextmanager
@@ -82,10 +84,11 @@ def place_labels(ax, xs, ys, labels, colors, avoid=(), size=8):
         ax.annotate(label, at, middle, textcoords='figure fraction', fontsize=size, color=color, ha='center', va='center', zorder=5, path_effects=[withStroke(linewidth=2, foreground='white')],
                     arrowprops=dict(arrowstyle='-', color=color, lw=.5, shrinkA=0, shrinkB=4) if r > 14 else None)
 
-# %% ../nbs/lib/31_plots.ipynb #b5f59c38
+# %% ../nbs/lib/31_plots.ipynb #c738399a
 _SHORT = {'CLIP ViT-B/32': 'CLIP', 'Our HP+HN (Swap-only)': 'Swap-only', 'Our HP+HN (Replace-only)': 'Replace-only'}
 def short(label: str) -> str:
     "A row's label as figures have it."
+    label = re.sub(r'CLIP-CAE (with HN )?\((\w+)-Based\)', lambda m: f'CAE {m[1] or ""}{m[2] if m[2] == "GradCAM" else m[2].lower()}', label)
     return _SHORT.get(label, label.removeprefix('Our '))
 
 def _cell(summary, key, benchmark, group, metric):
@@ -229,6 +232,19 @@ def changes(res, base, rows: Sequence, columns: Sequence[Column], names: Sequenc
         ax.set_xlabel(f'{xlabel} from {short(base.label)} (filled: measured, hollow: published)' if cells else f'{xlabel} from {short(base.label)}')
         handles, labels = ax.get_legend_handles_labels()
         if handles: fig.legend(handles, labels, loc='outside upper center', ncols=min(4, len(labels)), frameon=False)
+    return fig
+
+# %% ../nbs/lib/31_plots.ipynb #871aa56b
+def curves(log: pd.DataFrame, rows: Sequence, metrics: Sequence[str], titles: dict | None = None, smooth: int = 9):
+    """A panel a metric, a line a row. `log`: as of `compvl.experiments.learning_curves`: columns `method`, `seed`, `step` and the metrics; `smooth`: steps of the running mean, at most a tenth of them. Returns the figure."""
+    with style():
+        fig, axes = plt.subplots(1, len(metrics), figsize=(4.7*len(metrics), 3.2), layout='constrained', squeeze=False)
+        for ax, m in zip(axes[0], metrics):
+            for k, r in enumerate(rows):
+                t = log[(log.method == r.key) & log[m].notna()].groupby('step')[m].mean() if m in log else pd.Series(dtype=float)
+                if len(t): ax.plot(t.rolling(max(1, min(smooth, len(t)//10)), min_periods=1, center=True).mean(), color=look(r.key, k)[0], lw=1.6, label=short(r.label))
+            ax.set(title=(titles or {}).get(m, m), xlabel='step', ylim=(0, None)); ax.grid(color='#eeeeee', lw=.8); ax.set_axisbelow(True)
+        fig.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside right upper')
     return fig
 
 # %% ../nbs/lib/31_plots.ipynb #902740f9

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METRIC_TITLES', 'ACCURACY', 'MEAN_SCORES', 'ORIGINAL_SCORE', 'SPLIT', 'ZERO_SHOT', 'RETRIEVAL', 'COMPOSITION',
-           'WITH_HN', 'SIMILARITY', 'ABLATION', 'ABLATION_MEANS', 'PARTS', 'published', 'published_cells', 'Column',
-           'Table', 'beside']
+           'COMPOSITION_MEANS', 'WITH_HN', 'SIMILARITY', 'ABLATION', 'ABLATION_MEANS', 'PARTS', 'published',
+           'published_cells', 'Column', 'Table', 'beside']
 
 # %% ../nbs/lib/30_tables.ipynb #645ed9a8
 import html
@@ -58,7 +58,7 @@ ORIGINAL_SCORE = [Column(b, 'mean score of the original caption', b, *_FIGURES[b
 SPLIT = ([Column(f'{p}_{m}', f'REPLACE {p}', METRIC_TITLES[m], f'replace-{p}', 'all', m) for p in ('relations', 'attributes') for m in ('orig_acc', 'aug_acc', 'brittleness')]
          + [Column(f'replace_{m}', 'REPLACE, average', METRIC_TITLES[m], 'replace', 'macro', m) for m in ('orig_acc', 'aug_acc', 'brittleness')])   # HP Table 7
 
-# %% ../nbs/lib/30_tables.ipynb #1e3f38a8
+# %% ../nbs/lib/30_tables.ipynb #0d0cd1e7
 _RECALL = dict(t2i='text_to_image', i2t='image_to_text')
 _SETS = {'coco': 'COCO', 'flickr30k': 'Flickr30k'}
 
@@ -73,6 +73,7 @@ COMPOSITION = [Column(f'{key}_{part}', title, part, benchmark, group, 'accuracy'
     ('vlchecklist', 'VL-CheckList', 'relation', 'vl-checklist-relation', 'macro'), ('vlchecklist', 'VL-CheckList', 'attribute', 'vl-checklist-attribute', 'macro'),
     ('valse', 'VALSE', 'relation', 'valse-relation', 'macro'), ('svo_probes', 'SVO-Probes', 'relation', 'svo-probes', 'verb'), ('comvg', 'ComVG', 'relation', 'comvg', 'verb')]]
 COMPOSITION += [Column(f'winoground_{m}', 'Winoground', m, 'winoground-compositional', 'all', m) for m in ('text', 'image', 'group')]      # CAE Table 1
+COMPOSITION_MEANS = {f'table1-{part}': [c for c in COMPOSITION if c.title == part] for part in ('relation', 'attribute')}      # over the benchmarks but for Winoground
 WITH_HN = COMPOSITION[1:]                                                                                        # CAE Table 2
 SIMILARITY = [Column(f'{b}_{m}', title, m, b, 'all', m) for b, title in (('sickr', 'SICK-R'), ('stsb', 'STS-Benchmark')) for m in ('spearman', 'pearson')]      # CAE Table 4
 ABLATION = [Column(key, title, 'mean', f'table5-{key}', 'mean', 'accuracy') for key, title in

@@ -43,7 +43,7 @@ def keep(out: Path):
     folder = ROOT / "data/results" / profiles.pop()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    tables = [p for p in sorted((out / "tables").glob("*.csv")) if p.stem.rsplit("_", 1)[-1] in ("findings", "transfer", "pairs", "steps", "regime", "shares", "truth")]
+    tables = [p for p in sorted((out / "tables").glob("*.csv")) if p.stem.rsplit("_", 1)[-1] in ("findings", "transfer", "pairs", "steps", "regime", "shares", "truth", "gap", "effects", "choice")]
     for path in [*kept, *sorted((out / "results").glob("*.csv")), *tables]:
         shutil.copy(path, folder)
     notebooks = [json.loads(p.read_text(encoding="utf-8"))["result"] for p in sorted((out / "notebooks").glob("*.json"))]
