@@ -58,7 +58,7 @@ ORIGINAL_SCORE = [Column(b, 'mean score of the original caption', b, *_FIGURES[b
 SPLIT = ([Column(f'{p}_{m}', f'REPLACE {p}', METRIC_TITLES[m], f'replace-{p}', 'all', m) for p in ('relations', 'attributes') for m in ('orig_acc', 'aug_acc', 'brittleness')]
          + [Column(f'replace_{m}', 'REPLACE, average', METRIC_TITLES[m], 'replace', 'macro', m) for m in ('orig_acc', 'aug_acc', 'brittleness')])   # HP Table 7
 
-# %% ../nbs/lib/30_tables.ipynb #0d0cd1e7
+# %% ../nbs/lib/30_tables.ipynb #440de831
 _RECALL = dict(t2i='text_to_image', i2t='image_to_text')
 _SETS = {'coco': 'COCO', 'flickr30k': 'Flickr30k'}
 
@@ -76,9 +76,9 @@ COMPOSITION += [Column(f'winoground_{m}', 'Winoground', m, 'winoground-compositi
 COMPOSITION_MEANS = {f'table1-{part}': [c for c in COMPOSITION if c.title == part] for part in ('relation', 'attribute')}      # over the benchmarks but for Winoground
 WITH_HN = COMPOSITION[1:]                                                                                        # CAE Table 2
 SIMILARITY = [Column(f'{b}_{m}', title, m, b, 'all', m) for b, title in (('sickr', 'SICK-R'), ('stsb', 'STS-Benchmark')) for m in ('spearman', 'pearson')]      # CAE Table 4
-ABLATION = [Column(key, title, 'mean', f'table5-{key}', 'mean', 'accuracy') for key, title in
+ABLATION = [Column(key, 'mean accuracy', title, f'table5-{key}', 'mean', 'accuracy') for key, title in
             [('aro', 'ARO'), ('sugarcrepe', 'SugarCrepe'), ('vlchecklist', 'VL-CheckList'), ('valse', 'VALSE'), ('comvg', 'ComVG'), ('avg', 'average')]]             # CAE Table 5
-ABLATION_MEANS = {c.benchmark: [d for d in COMPOSITION if d.block == c.block] for c in ABLATION[:-1]} | {ABLATION[-1].benchmark: ABLATION[:-1]}      # what its figures are the means of
+ABLATION_MEANS = {c.benchmark: [d for d in COMPOSITION if d.block == c.title] for c in ABLATION[:-1]} | {ABLATION[-1].benchmark: ABLATION[:-1]}      # what its figures are the means of
 
 # %% ../nbs/lib/30_tables.ipynb #23352c75
 _STYLE = dict(small='font-size:80%;color:#555;white-space:nowrap', status='font-size:80%;color:#777;font-style:italic', published='color:#0b57a4')
