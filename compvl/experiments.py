@@ -496,7 +496,7 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
     with atomic_write(out/'results'/f'{name}_summary.csv') as tmp: res.summary().to_csv(tmp, index=False)
     return res
 
-# %% ../nbs/lib/32_experiments.ipynb #d8162bc3
+# %% ../nbs/lib/32_experiments.ipynb #bb933019
 def row_models(rows: Iterable[Row], profile: Profile, out, seed: int | None = None) -> dict[str, Model]:
     "{label: model} of rows that `results` made in `out`, of one seed (default: the profile's first); those that cannot be had are left out."
     found = {}
@@ -506,9 +506,12 @@ def row_models(rows: Iterable[Row], profile: Profile, out, seed: int | None = No
     return found
 
 def learning_curves(rows: Iterable[Row], profile: Profile, out) -> pd.DataFrame:
-    "Metrics by step of the runs that `results` made in `out`, with the columns `method` and `seed` before them; released checkpoints have none."
-    runs = [(r.key, s, train(train_config(r, profile, s), runs=_runs(out), progress=False)) for r in rows if r.source == 'trained' and not _released(r, profile) for s in profile.seeds]
-    return pd.concat([run.metrics.assign(method=k, seed=s) for k, s, run in runs], ignore_index=True) if runs else pd.DataFrame(columns=['method', 'seed', 'step'])
+    "Metrics by step of the runs that `results` made in `out`, with the columns `method` and `seed` before them; released checkpoints, and rows that cannot be had, have none."
+    found = []
+    for r, seed in ((r, s) for r in rows if r.source == 'trained' and not _released(r, profile) for s in profile.seeds):
+        try: found.append(train(train_config(r, profile, seed), runs=_runs(out), progress=False).metrics.assign(method=r.key, seed=seed))
+        except CompvlError: continue
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=['method', 'seed', 'step'])
 
 # %% ../nbs/lib/32_experiments.ipynb #f7555d97
 @dataclass(frozen=True)
