@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['ATTRIBUTES', 'REL', 'SPLITS', 'FRAMES', 'KINDS', 'TRIPLETS', 'GROUPS', 'Lexicon', 'lexicon', 'Obj', 'Scene',
            'relation_truth', 'scenes', 'render', 'sheet', 'Adj', 'NP', 'Caption', 'caption', 'parse_caption',
-           'readable', 'truth', 'hard_negative', 'hard_positive', 'triplets', 'retrieval_set', 'classification_set',
-           'PretrainSet', 'microworld_words', 'FinetuneSet']
+           'readable', 'truth', 'hard_negative', 'hard_positive', 'paraphrase', 'region_captions', 'expansion',
+           'listed_negative', 'triplets', 'retrieval_set', 'classification_set', 'PretrainSet', 'microworld_words',
+           'FinetuneSet']
 
 # %% ../nbs/lib/12_microworld.ipynb #50d89870
 import itertools, json, random, re
@@ -365,7 +366,7 @@ def sheet(scenes: Sequence[Scene], cols: int = 8, size: int = 96) -> Image.Image
     im = torch.full((rows*cols, 3, size, size), 255, dtype=torch.uint8); im[:len(scenes)] = render(scenes, size)
     return Image.fromarray(im.view(rows, cols, 3, size, size).permute(0, 3, 1, 4, 2).reshape(rows*size, cols*size, 3).numpy())
 
-# %% ../nbs/lib/12_microworld.ipynb #7db5c17e
+# %% ../nbs/lib/12_microworld.ipynb #1c2dcfeb
 class Adj(NamedTuple):
     family: str; value: int; word: str
 
@@ -394,6 +395,7 @@ class Caption:
         return self.frame.format(body + (' ' + self.place if self.place else ''))
 
 FRAMES = ('{}', 'a picture of {}', 'a photo of {}', 'there is {}', 'a drawing of {}', 'this is {}', 'we see {}', '{} in the picture')
+_FRAME_SHARES = (12, 1, 1, 2, 1, 1, 1, 1)
 
 def _noun_phrase(scene, i, rng, p_attr, det, p_post=0.) -> NP:
     o, L = scene.objects[i], lexicon()
@@ -419,7 +421,7 @@ def caption(scene: Scene, rng: random.Random, style: str = 'web') -> Caption:
     idx = rng.sample(range(n), k)
     if k >= 2 and scene.relation >= 0 and rng.random() < .6: idx = [0, 1] + list(range(2, n))[:k-2]
     nps = tuple(_noun_phrase(scene, i, rng, p, det, post) for i in idx)
-    c = Caption(nps, frame=rng.choices(FRAMES, (12, 1, 1, 2, 1, 1, 1, 1))[0])
+    c = Caption(nps, frame=rng.choices(FRAMES, _FRAME_SHARES)[0])
     if len(idx) > 1 and rng.random() < (.15 if web else .65):
         clear = _clear_relations(scene, *idx[:2])
         drawn = [r for r in clear if r == scene.relation]
@@ -600,6 +602,64 @@ def hard_positive(scene: Scene, c: Caption, kind: str, rng: random.Random) -> Ca
             return replace(c, nps=nps + (NP(i, (), scene.objects[i].object, L.word('object', scene.objects[i].object, rng), nps[0].det),))
     return None
 
+# %% ../nbs/lib/12_microworld.ipynb #ce9df92a
+_INVERSE = {REL[a]: REL[b] for x, y in (('left', 'right'), ('above', 'below'), ('behind', 'in front of'), ('near', 'near')) for a, b in ((x, y), (y, x))}
+
+def paraphrase(c: Caption, rng: random.Random) -> Caption:
+    "What `c` says in another frame, perhaps with other determiners, adjectives elsewhere and the relation told from its other end; in the same words otherwise, and true where `c` is."
+    det = rng.choices(('a', '', 'the'), (5, 3, 2))[0]
+    c = replace(c, nps=tuple(replace(n, det=det, post=bool(n.adjs) and rng.random() < .3) for n in c.nps), frame=rng.choice([f for f in FRAMES if f != c.frame]))
+    if c.relation not in _INVERSE or rng.random() < .5: return c
+    r = _INVERSE[c.relation]
+    return replace(c, nps=c.nps[1::-1] + c.nps[2:], relation=r, link=lexicon().word('relation', r, rng))
+
+# %% ../nbs/lib/12_microworld.ipynb #dd783ae3
+_ALL = dict.fromkeys(ATTRIBUTES, 1.)
+
+def region_captions(scene: Scene, rng: random.Random) -> list[Caption]:
+    "A true caption of each object alone: all its attributes, and where it stands, if that has a name. Source: in the manner of DAC-SAM (Doveh et al. 2023, *Dense and Aligned Captions*)."
+    return [Caption((_noun_phrase(scene, i, rng, _ALL, 'a'),), place=rng.choice(_place(scene, i) or [''])) for i in range(len(scene.objects))]
+
+_PRIOR = {f: tuple(itertools.accumulate(_zipf(len(vs), dict(object=_ZIPF_OBJECT, color=_ZIPF_COLOR).get(f, 0)))) for f, vs in lexicon().values.items()}
+
+def _guess(family, rng):
+    "A value drawn as the world draws it, and a word for it."
+    v = rng.choices(range(len(_PRIOR[family])), cum_weights=_PRIOR[family])[0]
+    return v, lexicon().word(family, v, rng)
+
+def expansion(c: Caption, rng: random.Random, guess: float = .4) -> Caption:
+    """A sentence about a picture of which only the caption `c` is known. With chance `guess` it adds an attribute, a place, a relation or another object that `c` does not say; otherwise it says
+    a part of `c`, and is true where `c` is. Source: in the manner of DAC-LLM (Doveh et al. 2023, *Dense and Aligned Captions*)."""
+    i, frame = rng.randrange(len(c.nps)), rng.choices(FRAMES, _FRAME_SHARES)[0]
+    def part(k, keep=.7): return replace(c.nps[k], adjs=tuple(a for a in c.nps[k].adjs if rng.random() < keep), post=False)
+    if rng.random() >= guess:
+        if c.relation >= 0 and i < 2 and rng.random() < .5: return Caption((part(0), part(1)), c.relation, c.link, frame=frame)
+        return Caption((part(i),), place=c.place, frame=frame)
+    other = lambda: NP(-1, (Adj('color', *_guess('color', rng)),), *_guess('object', rng), c.nps[i].det)
+    n, way = part(i), rng.choice(('attribute', 'place', 'relation', 'object'))
+    if way == 'attribute':
+        f = rng.choice([f for f in ATTRIBUTES if f not in {a.family for a in c.nps[i].adjs}] or ['color'])
+        return Caption((replace(n, adjs=tuple(a for a in n.adjs if a.family != f) + (Adj(f, *_guess(f, rng)),)),), frame=frame)
+    if way == 'place': return Caption((n,), place=_guess('place', rng)[1], frame=frame)
+    if way == 'object': return Caption((other(),), frame=frame)
+    known = [k for k in range(len(c.nps)) if k != i and not (c.relation >= 0 and i < 2 and k < 2)]
+    return Caption((n, part(rng.choice(known)) if known else other()), *_guess('relation', rng), frame=frame)
+
+# %% ../nbs/lib/12_microworld.ipynb #f8f58969
+_LISTED = {f: [w for v in lexicon().spec[f].values() for w in v['words']] for f in ('color', 'size', 'state', 'action', 'object', 'relation')}
+
+def listed_negative(c: Caption, rng: random.Random, sound: bool = False) -> Caption:
+    "`c` with a colour, size, state, action, noun or relation replaced by any other word of its family, rare ones and, unless `sound`, synonyms included. Source: Doveh et al. 2023 (SVLC), rule-based negatives."
+    slots = {'relation': [(0, c.relation, c.link)]} if c.relation >= 0 else {}
+    for k, n in enumerate(c.nps):
+        for f, v, word in (('object', n.object, n.noun), *n.adjs):
+            if f in _LISTED: slots.setdefault(f, []).append((k, v, word))
+    f = rng.choice(list(slots)); k, old, word = rng.choice(slots[f])
+    while (new := rng.choice(_LISTED[f])) == word or sound and lexicon().lookup[new][1] == old: pass
+    v = lexicon().lookup[new][1]
+    if f == 'relation': return replace(c, relation=v, link=new)
+    return _with(c, k, object=v, noun=new) if f == 'object' else _with(c, k, adjs=tuple(Adj(f, v, new) if a.family == f else a for a in c.nps[k].adjs))
+
 # %% ../nbs/lib/12_microworld.ipynb #00cc63a8
 TRIPLETS = ('replace-relations', 'replace-attributes', 'swap')
 GROUPS = {'replace-relations': ('spatial', 'action'), 'replace-attributes': ('color', 'size', 'action', 'state'), 'swap': ('',)}
@@ -671,7 +731,7 @@ def classification_set(n: int = 1000, seed: int = 0, split: str = 'test') -> dic
     return dict(scenes=ss, labels=[s.objects[0].object for s in ss], classes=[L.common('object', i)[0] for i in range(len(L.values['object']))],
                 templates=['a {}', 'a picture of a {}', 'a photo of a {}', 'there is a {}'])
 
-# %% ../nbs/lib/12_microworld.ipynb #4ccdec42
+# %% ../nbs/lib/12_microworld.ipynb #5e504cc5
 class _Images:
     "Scenes of a split, painted on demand and kept as bytes."
     def __init__(self, split, n, seed, size): self.args, self.size, self.n, self.px, self.done = (split, seed), size, n, None, None
@@ -717,39 +777,82 @@ def microworld_words():
     return Words.from_microworld(lexicon().spec)
 
 class FinetuneSet(PretrainSet):
-    """n captioned scenes of micro-COCO with hard negatives and hard positives.
+    """n captioned scenes of micro-COCO with hard negatives and hard positives, and perhaps a bag of further captions each.
 
     `source`: 'oracle', which makes them from the scene, so that they are false and true by construction, or 'text', the pipelines of `compvl.text`, which see the caption alone and put in common words.
-    `kinds`: for the oracle 'swap', 'replace' (relation, attribute or object), 'add', or any of `KINDS`; for the pipelines names of methods (`NEGATIVES`, `POSITIVES`).
-    `rare_share`: the oracle's share of rare words in negatives. Raises CompvlError for an unknown source or kind."""
+    `kinds`: for the oracle 'swap', 'replace' (relation, attribute or object), 'add', or any of `KINDS`; for the pipelines names of methods (`NEGATIVES`, `POSITIVES`) and 'paraphrase', as positives.
+    `rare_share`: share of rare words among those that negatives put in, by default .3 for the oracle; for the pipelines (default 0) the chance that a new word gives way to a rare one of its meaning.
+    `sound`: whether the pipelines' negatives contradict the caption, or are as published. `dense`: None, or bags of `bag` different captions, drawn from the caption and its expansions ('text', see `expansion`)
+    or the captions of single objects ('regions', see `region_captions`), each with a hard negative: of the oracle, or for 'text' a `listed_negative`. Raises CompvlError for an unknown source or kind, and for options that do not go together."""
     style = 'coco'
-    def __init__(self, n: int = 20_000, seed: int = 0, kinds: Sequence[str] = ('swap', 'replace'), split: str = 'finetune', rare_share: float = .3, image_size: int = 48, source: str = 'oracle'):
+    def __init__(self, n: int = 20_000, seed: int = 0, kinds: Sequence[str] = ('swap', 'replace'), split: str = 'finetune', rare_share: float | None = None, image_size: int = 48, source: str = 'oracle',
+                 sound: bool = True, dense: str | None = None, bag: int = 5):
         super().__init__(n, seed, image_size, split)
         pick(source, ('oracle', 'text'), 'source of hard negatives and hard positives')
-        self.kinds, self.rare_share, self.source = tuple(kinds), rare_share, source
+        if dense is not None: pick(dense, ('text', 'regions'), 'kind of dense captions')
+        if bag < 1: raise CompvlError(f'a bag of {bag} captions is none: give 1 or more')
+        self.rare_share = (.3 if source == 'oracle' else 0.) if rare_share is None else rare_share
+        self.kinds, self.source, self.sound, self.dense, self.n_bag = tuple(kinds), source, sound, dense, bag
         if source == 'text':
             from compvl.negatives import NEGATIVES
             from compvl.positives import POSITIVES
-            for k in kinds: pick(k, {**NEGATIVES, **POSITIVES}, 'method')
+            for k in kinds: pick(k, {**NEGATIVES, **POSITIVES, 'paraphrase': paraphrase}, 'method')
             return
+        if not sound: raise CompvlError("hard negatives of the oracle are false by construction: leave sound out, or take source='text'")
         known = {'replace': KINDS[1:4], **{k: (k,) for k in KINDS}}
         self._expand = [known[pick(k, known, 'perturbation kind')] for k in self.kinds]
 
-    def describe(self): return super().describe() | dict(kinds=list(self.kinds)) | (dict(rare_share=self.rare_share) if self.source == 'oracle' else dict(source=self.source))
+    def describe(self):
+        text = self.source == 'text'
+        return (super().describe() | dict(kinds=list(self.kinds)) | (dict(source=self.source) if text else {}) | (dict(rare_share=self.rare_share) if self.rare_share or not text else {})
+                | ({} if self.sound else dict(sound=False)) | (dict(dense=self.dense, bag=self.n_bag) if self.dense else {}))
     def _first(self, make, rng):
         for group in rng.sample(self._expand, len(self._expand)):
             for kind in rng.sample(group, len(group)):
                 if (c := make(kind)) is not None: return c.text
-    def _written(self, make, known, text, rng):
+    def _written(self, make, known, rng):
         from compvl.operators import Refused
         for method in rng.sample(self.kinds, len(self.kinds)):
             if method not in known: continue
-            try: return make(text, method, seed=rng.random(), words=microworld_words()).text
+            try: return make(method, rng.random())
             except Refused: pass
-    def texts(self, i):
+    def _rarer(self, p, rng):
+        "The text of a perturbation, its new word replaced by a rare one of its meaning with chance `rare_share`."
+        if not self.rare_share or rng.random() >= self.rare_share: return p.text
+        from compvl.operators import Edit, write
+        step, L = p.steps[0], lexicon()
+        rare = L.rare(*L.lookup[step.new]) if step.operator == 'replace' and step.new in L.lookup else ()
+        if not rare or step.new in rare: return p.text
+        at = p.text.index(step.new, max(0, step.start - 1))   # an article before it may have lost a letter
+        return write(p.text, [Edit(at, at + len(step.new), rng.choice(rare))])[0]
+    def _negative(self, s, c, rng):
+        if self.source == 'oracle': return self._first(lambda k: hard_negative(s, c, k, rng, self.rare_share), rng)
+        from compvl import negatives
+        return self._written(lambda m, seed: self._rarer(negatives.hard_negative(c.text, m, seed, microworld_words(), sound=self.sound), rng), negatives.NEGATIVES, rng)
+    def _positive(self, s, c, rng):
+        if self.source == 'oracle': return self._first(lambda k: hard_positive(s, c, k, rng), rng)
+        from compvl import positives
+        def make(m, seed): return paraphrase(c, rng).text if m == 'paraphrase' else positives.hard_positive(c.text, m, seed, microworld_words()).text
+        return self._written(make, {*positives.POSITIVES, 'paraphrase'}, rng)
+    def _drawn(self, i):
+        "Scene of item i, its caption in this epoch, and the generator that drew it."
         s, rng = self.images.scene(i), random.Random(f'{self.seed}-{self.epoch}-{i}')
-        c = caption(s, rng, self.style)
-        if self.source == 'text':
-            from compvl import negatives, positives
-            return (c.text, self._written(negatives.hard_negative, negatives.NEGATIVES, c.text, rng), self._written(positives.hard_positive, positives.POSITIVES, c.text, rng))
-        return c.text, self._first(lambda k: hard_negative(s, c, k, rng, self.rare_share), rng), self._first(lambda k: hard_positive(s, c, k, rng), rng)
+        return s, caption(s, rng, self.style), rng
+    def texts(self, i):
+        s, c, rng = self._drawn(i)
+        return c.text, self._negative(s, c, rng), self._positive(s, c, rng)
+    def bag(self, i: int) -> list[tuple[str | None, str | None]]:
+        "The further captions of item i in this epoch, each with its hard negative, made up to `bag` by (None, None)."
+        s, c, _ = self._drawn(i)
+        rng = random.Random(f'bag-{self.seed}-{self.epoch}-{i}')
+        more = region_captions(s, rng) if self.dense == 'regions' else [expansion(c, rng) for _ in range(self.n_bag + 2)]
+        pool = list({m.text: m for m in [c] + more}.items())
+        make = (lambda m: self._negative(s, m, rng)) if self.source == 'oracle' else (lambda m: listed_negative(m, rng, self.sound).text)
+        bag = [(text, make(m)) for text, m in rng.sample(pool, min(self.n_bag, len(pool)))]
+        return bag + [(None, None)]*(self.n_bag - len(bag))
+    def batch(self, indices):
+        "As of `PretrainSet`; with `dense` also bag and bag_negative: for each item a list of `bag` strs or Nones."
+        b = super().batch(indices)
+        if not self.dense: return b
+        bags = [list(zip(*self.bag(i))) for i in indices]
+        return b | dict(bag=[list(texts) for texts, _ in bags], bag_negative=[list(negatives) for _, negatives in bags])

@@ -1,5 +1,5 @@
 "The evaluation engine: what it encodes, what it keeps, and what it does with damage."
-import io, os
+import io, os, subprocess, sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -341,3 +341,59 @@ def test_stored_pictures(counted):
     b = Benchmark("toy", "classification", items, "a test", classes=("cat", "dog"), templates=("a {}",))
     v = evaluate(m, b, n_boot=10, progress=False).set_index("metric")
     assert v.n["acc@1"] == 9 and len(seen["images"]) == 3      # nine pictures, three different ones
+
+
+PROCESSES = """
+import os, sys
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+from accelerate import PartialState
+from test_evaluate import scored_by_all
+if "WORLD_SIZE" in os.environ: assert PartialState(cpu=True).num_processes == 2
+scored_by_all(sys.argv[2], sys.argv[3], os.environ.get("RANK", "one"))
+"""
+
+
+def scored_by_all(photos, out, rank):
+    "Features, scores and figures of both kinds of models, whole, then with photographs that cannot be read, and what they complain of."
+    class Sharpness:
+        name, device = "sharpness", "cpu"
+        def fingerprint(self): return "sharpness-1"
+        def truncated(self, captions): return [False]*len(captions)
+        def score(self, images, captions): return [float(np.asarray(i).std())*len(c) for i, c in zip(images, captions)]
+    out, photos = Path(out), sorted(map(str, Path(photos).glob("*.jpg")))
+    torch.manual_seed(0)
+    model, found = create_model("micro-clip", device="cpu"), {}
+    benchmarks = [load_benchmark("swap", n=50), load_benchmark("coco-retrieval", n=20), triplet_benchmark(photos)]
+    for name, m in (("clip", model), ("cross", Sharpness())):
+        df, scores = evaluate(m, benchmarks[::2], cache=out/"cache", keep=out/"kept", n_boot=50, batch_size=4, progress=False, return_scores=True)
+        found[name] = df.to_csv(), {k: t.to_csv() for k, t in scores.items()}
+    counted, seen = replace(model), []
+    counted.encode_image = lambda x: (seen.append(len(x)), model.encode_image(x))[1]
+    embedder = Embedder(counted, batch_size=4, progress=False)
+    ranks = item_scores(embedder, benchmarks[1], progress=False)
+    found["retrieval"] = ranks.to_csv(), dict(embedder.encoded), embedder._images.blocks[0].numpy().tobytes()
+    found["again"] = item_scores(Embedder(model, out/"cache", progress=False), benchmarks[2], progress=False).to_csv()
+    spoilt = [*photos, *[str(out/f"{k}.jpg") for k in range(3)]]
+    try: evaluate(model, triplet_benchmark(spoilt), progress=False, batch_size=2)
+    except CompvlError as e: found["error"] = str(e)
+    found["skipped"] = item_scores(model, triplet_benchmark(spoilt), progress=False, batch_size=2, skip_damaged=True).to_csv()
+    torch.save((found, sum(seen)), out/f"{rank}.pt")
+
+
+def test_two_processes_find_what_one_does(photos, tmp_path):
+    "Scores and figures to the last bit, the same on both, whatever is in the cache."
+    (tmp_path/"evaluation.py").write_text(PROCESSES)
+    out = tmp_path/"out"
+    out.mkdir()
+    for k in range(3): (out/f"{k}.jpg").write_bytes(b"no picture")
+    run = lambda *launch: subprocess.run([sys.executable, *launch, tmp_path/"evaluation.py", os.path.dirname(__file__), tmp_path, out], check=True,
+                                         env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"})
+    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    assert len(list((out/"kept").glob("*.json"))) == 4
+    for part in ("kept", "cache"): (out/part).rename(tmp_path/part)
+    run()
+    (one, n), (first, a), (second, b) = (torch.load(out/f"{k}.pt", weights_only=True) for k in ("one", "0", "1"))
+    assert "swap" in one["clip"][1] and "3 of its images" in one["error"] and one == first == second
+    assert (n, a, b) == (20, 12, 8)     # each encodes its share of the batches of four

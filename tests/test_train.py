@@ -11,7 +11,7 @@ import torch
 from compvl.core import CompvlError
 from compvl.data import load_train_data
 from compvl.models import create_model
-from compvl.train import Towers, TrainConfig, _Collate, batch_loss, train
+from compvl.train import Collate, Towers, TrainConfig, batch_loss, train
 
 CONFIG = dict(method="hp+hn", pretrained=None, n_train=48, steps=10, batch_size=16, lr=1e-3, warmup=2, checkpoint_every=4, log_every=1)
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
@@ -37,7 +37,7 @@ def uneven(ds, indices):
 
 def loss_and_gradients(towers, model, indices, backward, **options):
     cfg = TrainConfig(**dict(method="hp+hn", mask_same_image=True) | options).resolved()
-    loss, parts = batch_loss(towers, model, _Collate(model, cfg)(uneven(load_train_data("microworld", n=16), indices)), cfg)
+    loss, parts = batch_loss(towers, model, Collate(model, cfg)(uneven(load_train_data("microworld", n=16), indices)), cfg)
     backward(loss)
     return {k: v.double() for k, v in dict(loss=loss.detach(), **parts).items()}, [p.grad.clone() for p in model.clip.parameters()]
 
@@ -116,7 +116,7 @@ def test_micro_batches(tmp_path):
     cfg = TrainConfig(**CONFIG | dict(steps=2, grad_accum=2, method="clip-ft"))
     model, data = create_model("micro-clip", device="cpu"), load_train_data("microworld", n=48)
     from compvl.train import step_indices
-    want = [batch_loss(Towers(model), model, _Collate(model, cfg.resolved())(data.batch(i)), cfg.resolved())[0].item() for i in step_indices(0, 48, 16, 0, 2)[1]]
+    want = [batch_loss(Towers(model), model, Collate(model, cfg.resolved())(data.batch(i)), cfg.resolved())[0].item() for i in step_indices(0, 48, 16, 0, 2)[1]]
     run = train(cfg, runs=tmp_path, progress=False, data=data, model=model)
     assert run.metrics.loss[0] == pytest.approx(sum(want)/2, abs=1e-5) and list(run.metrics.columns) == [c for c in SAME if c not in ("hn", "hp")] + ["samples_per_s"]
     assert run.model.clip is not model.clip
