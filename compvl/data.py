@@ -246,7 +246,7 @@ class CocoCaptions(CaptionedImages):
         about = dict(data='coco', captions=_sha(captions_json), images=config_hash([names, source.stamps[:, 0].tolist()])) | {f'{side}s': [_sha(p) for p in paths] for side, paths in given.items()}
         super().__init__(source, [row[files[a['image_id']]] for a in anns], captions[:n], [str(a.get('id', i)) for i, a in enumerate(anns)], [str(a['image_id']) for a in anns], sides, about, image_size, **options)
 
-# %% ../nbs/lib/21_data.ipynb #93bd4f66
+# %% ../nbs/lib/21_data.ipynb #ba42ab28
 def index_shard(path) -> dict:
     """What is in a webdataset shard, an uncompressed tar file: `samples`, a list of [key, offset and length of the image's bytes, caption, hard negatives, hard positives]; `faults`, {key: why it is no sample};
     `cut`, where and why reading the shard stopped early, or None.
@@ -278,13 +278,14 @@ def index_shard(path) -> dict:
 class Shards:
     """Image-caption samples of webdataset shards by number, in the order of the shards and within them. Indexes are made once and kept.
 
-    `shards`: a path, a pattern with braces (`cc3m-{00000..00331}.tar`) or a star, or a list of paths. `folder`: where indexes live, default `cache_dir()/'shards'`.
+    `shards`: a path, a pattern with braces (`cc3m-{00000..00331}.tar`) or a star, or a list of these. `folder`: where indexes live, default `cache_dir()/'shards'`.
     `names`: shard and key of each sample; `captions`, `hard_negatives`, `hard_positives` (lists of texts). With `strict`, a shard that is missing, cut short or no tar file, and a sample that lacks image or caption, raise
     `CompvlError` with shard and key; without, they are in `faults`, {shard or shard and key: reason}, and the rest is used."""
     def __init__(self, shards, folder=None, strict: bool = True, progress: bool = True):
-        if isinstance(shards, (str, Path)): shards = [q for p in require('webdataset', 'shards').shardlists.expand_urls(str(shards)) for q in (sorted(glob(p)) if '*' in p else [p])]
-        self.paths, self.faults, samples, self.shard = list(map(Path, shards)), {}, [], []
-        if not self.paths: raise CompvlError("no shard has that name: give a path, or a pattern such as 'cc3m-{00000..00331}.tar'")
+        expand = require('webdataset', 'shards').shardlists.expand_urls
+        self.paths = [Path(q) for s in _paths(shards) for p in expand(str(s)) for q in (sorted(glob(p)) if '*' in p else [p])]
+        self.faults, samples, self.shard = {}, [], []
+        if not self.paths: raise CompvlError(f"no shard is named {' or '.join(map(str, _paths(shards)))}: give a path, or a pattern such as 'cc3m-{{00000..00331}}.tar'")
         self.root, times = self.paths[0].parent, []
         for k, path in enumerate(tqdm(self.paths, desc='reading shards', unit='shard', disable=not progress or len(self.paths) < 8)):
             found = self._index(path, Path(folder or cache_dir()/'shards'))
