@@ -272,7 +272,7 @@ def image_attribution(model: Model, image, caption: str) -> Tensor:
     Source: Chefer et al. 2021; Selvaraju et al. 2017."""
     return _image_map(model.clip, _open(model, image)[1], model.tokenizer([caption]).to(model.device))
 
-# %% ../nbs/lib/19_attribution.ipynb #49666d68
+# %% ../nbs/lib/19_attribution.ipynb #5c4fd65d
 HUES = dict(object='#0072B2', attribute='#009E73', relation='#CC79A7')    # of what underlines the kinds
 _LEVELS = 'token', 'word', 'concept'
 EM, LINE = .602*9.5/72, .235      # inches: a character of matplotlib's monospace font at 9.5 points, a line with its underline
@@ -362,7 +362,7 @@ class Attribution:
     def figure(self, width: int = 58):
         "The image, the image with its map, and the caption with its tokens shaded, `width` characters a line; a matplotlib figure."
         from matplotlib.figure import Figure
-        lines, size, head = (places(self.caption, width) or [(0, 0)])[-1][0] + 2, EM*width/2, .25
+        lines, size, head = places(self.caption, width)[-1][0] + 2, EM*width/2, .25
         fig = Figure(figsize=(2*size + .2, head + size + .1 + lines*LINE), dpi=110)
         W, H = fig.get_size_inches()
         for k, title in enumerate(('image', 'where the score comes from')):

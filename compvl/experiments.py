@@ -270,7 +270,7 @@ def seed_bootstrap(parts: Sequence[np.ndarray], weights: Sequence[float] | None 
         boot += w*((picks*means).sum(1) if len(p) > 1 else means[:, 0])
     return float(sum(w*p.mean() for w, p in zip(weights, parts))), boot
 
-# %% ../nbs/lib/33_experiments.ipynb #250717b5
+# %% ../nbs/lib/33_experiments.ipynb #6c86083b
 @dataclass
 class Results:
     """Figures of rows on benchmarks.
@@ -360,8 +360,8 @@ class Results:
             try: parts, weights = one.weighted(key, *at)
             except KeyError: return
             value, boot = seed_bootstrap(parts, weights, self.profile.n_boot)
-            out.append((*at[:2], self.profile.model, key, seed, at[2], value, *np.quantile(boot, [.025, .975]), sum(p.shape[1] for p in parts), config_hash([key, at, seed, configs]), git_commit()))
-        configs = sorted(set(self.table.config))
+            out.append((*at[:2], self.profile.model, key, seed, at[2], value, *np.quantile(boot, [.025, .975]), sum(p.shape[1] for p in parts), config_hash([key, at, seed, configs]), commit))
+        configs, commit = sorted(set(self.table.config)), git_commit()
         for r in self.rows:
             if not r.of or not set(r.of) <= set(self.scores): continue
             first = self.table[(self.table.method == r.of[0]) & ~self.table.metric.isin(['ties', 'coverage', 'cut'])]

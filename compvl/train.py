@@ -425,7 +425,7 @@ class _Metrics:
         w.writerows(rows)
         with open(self.path, 'a') as f: f.write(text.getvalue())
 
-# %% ../nbs/lib/23_train.ipynb #d05a1eb9
+# %% ../nbs/lib/23_train.ipynb #0cdfc161
 _SHARDED = 'FSDP', 'DEEPSPEED', 'MEGATRON_LM', 'PARALLELISM_CONFIG'
 
 def _accelerator(cfg, runs):
@@ -452,7 +452,7 @@ def _set_up(clip, cfg):
 def _plain(clip, cfg):
     "The trained model as a plain one: updates merged, no checkpointing, not compiled."
     if cfg.lora_rank: merge_lora(clip)
-    clip.requires_grad_(True)
+    if cfg.w_sds: clip.requires_grad_(True)
     if cfg.grad_checkpointing: clip.set_grad_checkpointing(False)
     return (deepcopy(clip) if cfg.compile else clip).eval()   # a copy is never compiled
 
