@@ -34,7 +34,7 @@ setup(
     packages=find_packages(include=["compvl", "compvl.*"]) + list(carried),
     package_dir=carried,
     package_data={
-        "compvl._data": ["paper/*", "microworld/*", "text/*", "results/**/*.csv", "results/**/*.json"],
+        "compvl._data": ["paper/*", "microworld/*", "microworld/models/*", "text/*", "results/**/*.csv", "results/**/*.json"],
         "compvl._notebooks": ["*.ipynb"],
     },
     zip_safe=False,

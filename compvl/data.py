@@ -128,7 +128,7 @@ def crop_flip(images: torch.Tensor, size: int, u, flip: bool = False) -> torch.T
     out = windows[torch.arange(len(images), device=images.device), :, y, x]
     return torch.where((u[:, 2] < .5).view(-1, 1, 1, 1), out.flip(-1), out) if flip else out
 
-# %% ../nbs/lib/21_data.ipynb #1bb999da
+# %% ../nbs/lib/21_data.ipynb #971d4026
 def _sha(path): return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
 
 def _one_line(text: str) -> str: return ' '.join(text.split())
@@ -228,7 +228,7 @@ class CaptionedImages:
 class CocoCaptions(CaptionedImages):
     """Captions and images in COCO's format as training data.
 
-    `captions_json`: `captions_train2014.json` or alike (`images` with id and file_name, `annotations` with id, image_id and caption).
+    `captions_json`: `captions_train2017.json` or alike (`images` with id and file_name, `annotations` with id, image_id and caption).
     `image_root`: the folder of the file names. `hard_negatives`, `hard_positives`: aligned JSONL files (see `read_aligned`), one or several.
     `n`: only the first n annotations. The rest: see `CaptionedImages`. Raises `CompvlError` for files that are malformed or not aligned."""
     def __init__(self, captions_json, image_root, hard_negatives=None, hard_positives=None, image_size: int = 224, n: int | None = None, **options):

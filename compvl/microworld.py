@@ -731,7 +731,7 @@ def classification_set(n: int = 1000, seed: int = 0, split: str = 'test') -> dic
     return dict(scenes=ss, labels=[s.objects[0].object for s in ss], classes=[L.common('object', i)[0] for i in range(len(L.values['object']))],
                 templates=['a {}', 'a picture of a {}', 'a photo of a {}', 'there is a {}'])
 
-# %% ../nbs/lib/12_microworld.ipynb #5e504cc5
+# %% ../nbs/lib/12_microworld.ipynb #8771880c
 class _Images:
     "Scenes of a split, painted on demand and kept as bytes."
     def __init__(self, split, n, seed, size): self.args, self.size, self.n, self.px, self.done = (split, seed), size, n, None, None
@@ -751,20 +751,21 @@ class _Images:
 def _images(split, n, seed, size): return _Images(split, n, seed, size)
 
 class PretrainSet:
-    "n plain pairs of the split `pretrain`, with a new true caption for each image in each epoch."
+    "n plain pairs of the split `pretrain`, with a new true caption for each image in each epoch. `full`: share of captions that are annotators' full sentences; the others are as on the web."
     style = 'web'
-    def __init__(self, n: int = 100_000, seed: int = 0, image_size: int = 48, split: str = 'pretrain'):
-        self.n, self.seed, self.image_size, self.split, self.epoch = n, seed, image_size, split, 0
+    def __init__(self, n: int = 100_000, seed: int = 0, image_size: int = 48, split: str = 'pretrain', full: float = 0.):
+        self.n, self.seed, self.image_size, self.split, self.epoch, self.full = n, seed, image_size, split, 0, full
         self.images = _images(split, n, seed, image_size)
 
     def __len__(self): return self.n
     def set_epoch(self, epoch: int): self.epoch = epoch
     def describe(self) -> dict:
         "What the data is, for a run's config."
-        return dict(data=type(self).__name__, split=self.split, n=self.n, seed=self.seed, image_size=self.image_size)
+        return dict(data=type(self).__name__, split=self.split, n=self.n, seed=self.seed, image_size=self.image_size) | (dict(full=self.full) if self.full else {})
     def texts(self, i: int) -> tuple[str, str | None, str | None]:
         "Caption, hard negative and hard positive of item i in this epoch; None where there is none."
-        return caption(self.images.scene(i), random.Random(f'{self.seed}-{self.epoch}-{i}'), self.style).text, None, None
+        rng = random.Random(f'{self.seed}-{self.epoch}-{i}')
+        return caption(self.images.scene(i), rng, 'coco' if self.full and rng.random() < self.full else self.style).text, None, None
     def batch(self, indices: Sequence[int]) -> dict:
         "images: uint8 [B, 3, H, W]; caption: list of str; hard_negative, hard_positive: list of str or None; id: list of str."
         c, n, p = zip(*map(self.texts, indices))

@@ -29,11 +29,12 @@ from torchvision import transforms
 
 from .core import CompvlError, atomic_write, data_dir, pick, read_json
 
-# %% ../nbs/lib/14_models.ipynb #10d8c349
+# %% ../nbs/lib/14_models.ipynb #6bcd95ed
 @lru_cache
 def register_configs():
     "Tell open_clip of the model configs that compvl ships, once a process; returns all the names that `create_model` knows."
     open_clip.add_model_config(data_dir()/'microworld'/'micro-clip.json')
+    open_clip.add_model_config(data_dir()/'microworld'/'models')
     return tuple(open_clip.list_models())
 
 # %% ../nbs/lib/14_models.ipynb #2b059e0c
@@ -98,8 +99,9 @@ def encode_text(clip: nn.Module, tokens: Tensor, crop: bool = True) -> Tensor:
     out = [t.pooled(y[:, :n], k[:, :n]) for y, k, (_, n) in zip(x.split(at), tokens.split(at), parts)]
     return t.project(torch.cat(out)[order.argsort()])
 
-# %% ../nbs/lib/14_models.ipynb #cb2170d1
+# %% ../nbs/lib/14_models.ipynb #741357fa
 ACTIVATIONS = 'gelu', 'quick_gelu'
+_EMBEDDING = 'token_embedding.weight'
 
 def activation(clip: nn.Module) -> str:
     "`'quick_gelu'` or `'gelu'`: what the model's MLPs compute. Weights trained with one and judged with the other give other results."
@@ -182,10 +184,16 @@ class Model:
         "32 hex digits that change with any weight, the preprocessing or the activation: the key under which features may be kept."
         return weights_digest(self.clip, self.name, self.image_size, self.mean, self.std, _describe(self.preprocess), activation(self.clip))
 
-    def save(self, path, half: bool = False, **metadata):
-        "Write the weights to `path` as safetensors (float16 with `half`), atomically, with the model's name and activation beside them."
+    def save(self, path, half: bool = False, words: Tensor | None = None, **metadata):
+        """Write the weights to `path` as safetensors (float16 with `half`), atomically, with the model's name and activation beside them.
+
+        `words`: int64 [V], the tokens whose embeddings are kept; `read_weights` makes those of the others zero. Default: all."""
         sd = {k: (v.half() if half and v.is_floating_point() else v).detach().cpu().contiguous().clone() for k, v in self.clip.state_dict().items()}
         meta = dict(name=self.name, activation=activation(self.clip)) | {k: str(v) for k, v in metadata.items()}
+        if words is not None:
+            key, = (k for k in sd if k.endswith(_EMBEDDING))
+            meta['vocabulary'] = str(len(sd[key]))
+            sd |= {key: sd[key][words], f'{key}.words': words}
         with atomic_write(path) as tmp: save_file(sd, tmp, metadata=meta)
 
 def _cut(tokenizer, captions, n) -> list[bool]:
@@ -341,7 +349,7 @@ def _from_hugging_face(sd: dict) -> dict:
         out[k] = v
     return out
 
-# %% ../nbs/lib/14_models.ipynb #23ad85c0
+# %% ../nbs/lib/14_models.ipynb #d129b55e
 def _known_activation(sd: dict, path: Path) -> dict:
     if {'input_resolution', 'context_length', 'vocab_size'} <= sd.keys(): return dict(activation='quick_gelu')
     config = path.parent/'config.json'
@@ -349,12 +357,19 @@ def _known_activation(sd: dict, path: Path) -> dict:
     acts = {(read_json(config).get(tower) or {}).get('hidden_act', 'quick_gelu') for tower in ('text_config', 'vision_config')}   # transformers' default
     return dict(activation=acts.pop()) if len(acts) == 1 and acts <= set(ACTIVATIONS) else {}
 
+def _with_all_words(sd: dict, meta: dict) -> dict:
+    "A state dict of which `Model.save` kept the embeddings of some words, with zeros for the others."
+    for k in [k for k in sd if k.endswith(f'{_EMBEDDING}.words')]:
+        at, some = sd.pop(k), sd[k.removesuffix('.words')]
+        sd[k.removesuffix('.words')] = some.new_zeros(int(meta['vocabulary']), some.shape[1]).index_copy_(0, at, some)
+    return sd
+
 def read_weights(path, lora_alpha: float | None = None) -> tuple[dict, dict]:
     """State dict under open_clip's names, and metadata, of a weights file.
 
     Read are `.safetensors`, PyTorch files (bare, or a training script's checkpoint, with `module.` and the like before the names; LoRA updates are merged, with
     `lora_alpha` where the code that made them is unknown), OpenAI's TorchScript archives, and transformers' CLIPModel. Metadata is that of a safetensors file, and `activation` where the format tells it.
-    Raises CompvlError when the file is missing, damaged, holds no weights, or would have to run code."""
+    Words whose embeddings `Model.save` left out have zeros. Raises CompvlError when the file is missing, damaged, holds no weights, or would have to run code."""
     path = Path(path)
     if not path.exists(): raise CompvlError(f"there is no weights file {path}: give a path that exists, an open_clip tag, or leave --pretrained out for random weights")
     try: raw, meta = (load_file(path), read_metadata(path)) if path.suffix == '.safetensors' else (_read_file(path), {})
@@ -363,7 +378,7 @@ def read_weights(path, lora_alpha: float | None = None) -> tuple[dict, dict]:
         name = str(e) if isinstance(e, _Foreign) else (re.search(r'GLOBAL ([\w.]*\w)', str(e)) or [None, None])[1]
         if name is None: raise _unreadable(path, e) from e
         raise CompvlError(f"{path} holds more than tensors ({name}), and compvl does not run code from a checkpoint: convert it to safetensors where you trust it") from e
-    sd = _unwrap(raw, path)
+    sd = _with_all_words(_unwrap(raw, path), meta)
     return _from_hugging_face(_merge_lora(sd, lora_alpha, path)), _known_activation(sd, path) | meta
 
 # %% ../nbs/lib/14_models.ipynb #c039a173
@@ -392,7 +407,7 @@ def load_weights(clip: nn.Module, path, name: str = 'the model', lora_alpha: flo
     Known extras are dropped: position ids, attention masks, and OpenAI's `input_resolution`, `context_length`, `vocab_size`."""
     _fit(clip, *read_weights(path, lora_alpha), path, name)
 
-# %% ../nbs/lib/14_models.ipynb #01a025e6
+# %% ../nbs/lib/14_models.ipynb #e170ec69
 def _check_hub(name, tag, cfg, remedy="give the file's path as pretrained, or leave it out for random weights"):
     "Fail at once, instead of after minutes of retries, where weights must be fetched and no name server answers."
     hub = os.environ.get('HF_ENDPOINT', 'https://huggingface.co')
@@ -416,10 +431,14 @@ def _expected_random(record): return 'No pretrained weights loaded' not in recor
 
 _WEIGHTS = 'weights.safetensors', 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin', 'open_clip_pytorch_model.bin'
 
+def _shipped(name: str) -> Path:
+    "Where the weights of a model that compvl ships are, if there are any of this name."
+    return data_dir()/'microworld'/('base.safetensors' if name == 'micro-clip' else f'models/{name}.safetensors')
+
 def create_model(name: str = 'micro-clip', pretrained: str | Path | None = None, device=None, activation: str | None = None, lora_alpha: float | None = None) -> Model:
     """Open a model by open_clip name.
 
-    `pretrained`: None for random weights; `'base'` for micro-CLIP's shipped checkpoint; a path to a file that `read_weights` knows, to a run folder of
+    `pretrained`: None for random weights; `'base'` for the shipped checkpoint of micro-CLIP or of one of its relatives (their token embeddings are those of the microworld's words alone); a path to a file that `read_weights` knows, to a run folder of
     `compvl.train` or to a folder of Hugging Face; or an open_clip tag such as `'openai'`, which open_clip fetches unless it is in its cache (the only network call).
     Weights whose activation is known get it, whatever the name says. `activation`: `'gelu'` or `'quick_gelu'`, where the file does not say it, or to
     compute with the other one (which warns). `lora_alpha`: as for `read_weights`. `device`: default CUDA where present. The model is in eval mode, in float32.
@@ -432,7 +451,7 @@ def create_model(name: str = 'micro-clip', pretrained: str | Path | None = None,
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     kw, weights, trained = {}, None, None
     if pretrained is not None:
-        path = data_dir()/'microworld'/'base.safetensors' if (name, pretrained) == ('micro-clip', 'base') else Path(pretrained)
+        path = _shipped(name) if pretrained == 'base' and _shipped(name).exists() else Path(pretrained)
         if path.is_dir(): path = next((path/f for f in _WEIGHTS if (path/f).exists()), path/_WEIGHTS[0])
         tags = open_clip.list_pretrained_tags_by_model(name)
         if path.exists() or path.suffix in ('.safetensors', '.pt', '.pth', '.bin', '.ckpt'):
@@ -442,7 +461,7 @@ def create_model(name: str = 'micro-clip', pretrained: str | Path | None = None,
             cfg = open_clip.get_pretrained_cfg(name, pretrained)
             if not _cached(cfg): _check_hub(name, pretrained, cfg)
             kw, trained = dict(pretrained=pretrained), 'quick_gelu' if cfg.get('quick_gelu') else None
-        else: raise CompvlError(f"'{pretrained}' is neither a file nor a tag of {name}, whose tags are: {', '.join((['base'] if name == 'micro-clip' else []) + tags) or 'none'}")
+        else: raise CompvlError(f"'{pretrained}' is neither a file nor a tag of {name}, whose tags are: {', '.join((['base'] if _shipped(name).exists() else []) + tags) or 'none'}")
     if activation and trained not in (None, activation): warnings.warn(f"{pretrained} was trained with {trained} and computes {activation} here, as you asked", stacklevel=2)
     if act := activation or trained: kw |= dict(force_quick_gelu=True) if act == 'quick_gelu' else dict(quick_gelu=False)
     if 'pretrained' not in kw: logging.getLogger().addFilter(_expected_random)

@@ -61,6 +61,9 @@ def test_help_needs_no_heavy_import():
     (["evaluate", "--benchmark", "swap", "--fidelity", "no-such"], ["no-such", "corrected"]),
     (["evaluate", "--benchmark", "swap", "--root", "no/such/folder"], ["no/such/folder"]),
     (["train", "--method", "no-such"], ["no-such", "hp+hn"]),
+    (["train", "--recipe", "no-such"], ["no-such", "negclip"]),
+    (["train", "--recipe", "hp"], ["--train-captions"]),
+    (["train", "--recipe", "svlc"], ["--shards"]),
     (["train", "--set", "learning_rate=1"], ["learning_rate", "batch_size"]),
     (["train", "--set", "lr=fast"], ["wrong kind", "--set"]),
     (["train", "--config", "no-such.json"], ["no-such.json"]),
@@ -105,6 +108,17 @@ def test_train_then_evaluate(tmp_path, inside):
     assert {r["benchmark"] for r in rows} >= {"replace-relations", "replace-attributes", "swap"}
     assert {"orig_acc", "aug_acc", "brittleness"} <= {r["metric"] for r in rows}
     assert (tmp_path / "t.csv").read_text().startswith("benchmark,group,")
+
+
+def test_a_recipe_fills_what_is_not_given(tmp_path, inside):
+    """Options and a config file win over it; steps take the place of its epochs."""
+    (tmp_path/"c.json").write_text(json.dumps(dict(weight_decay=0.3, batch_size=4)))
+    status, out, err = inside("train", "--recipe", "svlc", "--config", tmp_path/"c.json", "--model", "micro-clip", "--set", "pretrained=null", "--set", "precision=fp32", "--data", "microworld",
+                              "--n-train", "16", "--batch-size", "8", "--steps", "2", "--json")
+    assert status == 0, err
+    config = json.loads(out)["config"]
+    assert {k: config[k] for k in ("method", "lr", "lora_rank", "model", "batch_size", "steps", "epochs", "weight_decay")} == \
+        dict(method="hn", lr=5e-6, lora_rank=4, model="micro-clip", batch_size=8, steps=2, epochs=None, weight_decay=0.3)
 
 
 def test_several_models_side_by_side(tmp_path, inside):

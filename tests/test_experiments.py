@@ -10,6 +10,7 @@ from compvl import zoo
 from compvl.core import CompvlError, notebooks_dir
 from compvl.experiments import PROFILES, TABLE1, TRIPLETS, get_profile, results, rows
 from compvl.models import create_model
+from compvl.train import RECIPES
 
 STEPS = dict(n_train=16, steps=2, batch_size=8, n_items=12, n_retrieval=6, n_classification=6, n_boot=30)
 
@@ -83,12 +84,12 @@ def released(root: Path) -> Path:
     (root/"aro").mkdir()
     (root/"aro/visual_genome_attribution.json").write_text(json.dumps([dict(image_path="0.jpg", true_caption="the red car and the white dog",
         false_caption="the white car and the red dog", bbox_x=0, bbox_y=0, bbox_w=20, bbox_h=20, attributes=["red", "white"], obj1_name="car", obj2_name="dog")]))
-    for folder, names in {"VG_100K": ["0.jpg", "1.jpg"], "coco/train2014": [f"{i}.jpg" for i in range(4)]}.items():
+    for folder, names in {"VG_100K": ["0.jpg", "1.jpg"], "coco/train2017": [f"{i}.jpg" for i in range(4)]}.items():
         (root/folder).mkdir(parents=True)
         for i, name in enumerate(names): Image.new("RGB", (40, 30), (60*i, 90, 200 - 50*i)).save(root/folder/name)
     (root/"coco/annotations").mkdir()
     captions = [dict(id=i, image_id=i % 4, caption=f"a picture of {'red green blue white'.split()[i % 4]} number {i}") for i in range(16)]
-    (root/"coco/annotations/captions_train2014.json").write_text(json.dumps(dict(images=[dict(id=i, file_name=f"{i}.jpg") for i in range(4)], annotations=captions)))
+    (root/"coco/annotations/captions_train2017.json").write_text(json.dumps(dict(images=[dict(id=i, file_name=f"{i}.jpg") for i in range(4)], annotations=captions)))
     for side, folder in dict(hp="hard_positives_ft", hn="hard_negatives_ft").items():
         (root/folder).mkdir()
         for kind in ("swap", "replace"):
@@ -98,7 +99,8 @@ def released(root: Path) -> Path:
 
 def test_the_paper_profile_on_files_in_the_released_formats(start, tmp_path, monkeypatch):
     monkeypatch.setenv("COMPVL_CACHE", str(tmp_path/"cache"))
-    profile = dataclasses.replace(get_profile("paper", released(tmp_path/"data")), model="micro-clip", pretrained=start, epochs=1, batch_size=8, warmup=1, precision="fp32", n_boot=30)
+    profile = dataclasses.replace(get_profile("paper", released(tmp_path/"data")), model="micro-clip", pretrained=start, precision="fp32", n_boot=30)
+    monkeypatch.setitem(RECIPES, "hp", RECIPES["hp"] | dict(epochs=1, batch_size=8, warmup=1))
     res = results(rows("clip", "hn", "hp+hn", "swap-only", "human"), [*TRIPLETS, "vtab-color"], profile, tmp_path/"out", "paper", progress=False)
     assert not res.problems and set(res.table.method) == {"clip", "hn", "hp+hn", "swap-only"}
     assert "microworld" in res.missing["vtab-color"] and "published estimate" in res.missing["human"]
