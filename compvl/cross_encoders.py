@@ -19,11 +19,11 @@ from .core import CompvlError, require
 from .models import Model, _check_hub, weights_digest
 from .zoo import ZOO, _weights_folder, open_model
 
-# %% ../nbs/lib/17_cross_encoders.ipynb #60f75dec
+# %% ../nbs/lib/17_cross_encoders.ipynb #a1680d54
 @runtime_checkable
 class PairScorer(Protocol):
     """What scores pairs. `name`: for tables. `device`: where it computes. `fingerprint()`: changes with anything that changes a score. `score(images, captions)`: aligned lists of N PIL images
-    (or preprocessed float tensors [3, H, W]) and N captions -> float32 [N] on the CPU, higher for a better match. `truncated(captions)`: which captions are cut, one bool each."""
+    (or preprocessed float tensors [3, H, W]) and N captions -> float32 [N] on the CPU, higher for a better match. `truncated(captions)`: which captions are cut, one bool each. Where it has `image_size`, scenes are drawn with so many pixels."""
     name: str
     device: torch.device
     def fingerprint(self) -> str: ...

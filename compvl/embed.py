@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['Shards', 'processes', 'together', 'share', 'inference', 'Embedder', 'CrossEmbedder', 'Deferred', 'scorer_of']
 
-# %% ../nbs/lib/30_embed.ipynb #67a6894e
+# %% ../nbs/lib/30_embed.ipynb #7319f608
 import hashlib, itertools, re, time, warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np, torch
@@ -302,14 +302,15 @@ class Embedder:
         A, B = self.texts([*a, *b], f'{desc}sentences').chunk(2)
         return torch.einsum('nd,nd->n', A, B).numpy()
 
-# %% ../nbs/lib/30_embed.ipynb #398d7161
+# %% ../nbs/lib/30_embed.ipynb #7aec5688
 class CrossEmbedder:
     """Scores of (image, caption) pairs, each distinct one computed once; the counterpart of `Embedder` for a `PairScorer`.
 
-    `cache`: as for `Embedder`, for scores. `batch_size`: pairs a batch. `encoded` counts the pairs really scored; `cut`: captions that its context cut."""
+    `cache`: as for `Embedder`, for scores. `batch_size`: pairs a batch. Scenes are drawn at the scorer's `image_size`, where it has one, else at 224 pixels. `encoded` counts the pairs really scored; `cut`: captions that its context cut."""
     def __init__(self, scorer, cache=None, batch_size: int | None = None, workers: int = 4, progress: bool = True):
         self.model, self.name, self.workers, self.progress, self.encoded, self.cut = scorer, scorer.name, workers, progress, Counter(pairs=0), set()
         self.batch_size, self.fingerprint = batch_size or 32, scorer.fingerprint()
+        self._open = partial(open_image, size=getattr(scorer, 'image_size', 224))
         self._scores, self._keys = _Store(cache and (cache_dir()/'embeddings' if cache is True else Path(cache))/self.fingerprint/'pairs'), {}
 
     def on(self, device):
@@ -346,7 +347,7 @@ class CrossEmbedder:
         runs = [list(r) for _, r in itertools.groupby((t for b in plan[rank::world] for t in b), lambda t: self._keys[t[1]])]
         bar = tqdm(total=len(wanted), desc=f'{desc}pairs', unit=' pairs', disable=not self.progress or not wanted or rank > 0, leave=False)
         def scored(pool):
-            opened = zip(runs, _ahead(pool, open_image, [r[0][1] for r in runs], 2*self.batch_size))
+            opened = zip(runs, _ahead(pool, self._open, [r[0][1] for r in runs], 2*self.batch_size))
             for batch in _batches(((k, im, c) for r, im in opened for k, _, c in r), self.batch_size):
                 keys, pictures, texts = zip(*batch)
                 yield keys, torch.as_tensor(self.model.score(pictures, texts), dtype=torch.float32).cpu().view(-1, 1)

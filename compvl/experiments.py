@@ -108,14 +108,14 @@ def get_profile(name: str, data_root: str | Path | None = None) -> Profile:
     if not root.is_dir(): raise CompvlError(f"data root {root} is not a folder: give the folder of the downloads.")
     return replace(p, root=str(root))
 
-# %% ../nbs/lib/34_experiments.ipynb #90ae9c80
+# %% ../nbs/lib/34_experiments.ipynb #db2b21f1
 @dataclass(frozen=True)
 class Row:
     """A row of the papers' tables.
 
     `key`: short name, the `method` of results; `label`: as published; `group`: heading above it. `source`: 'pretrained', 'trained', 'bound',
     or 'average' (of the rows `of`). `method`, `kinds`, `w_hn`, `w_hp`, `w_itc`, `attribution`, `w_attr`, `lora_rank`, and in the microworld `data_options`: of its training run
-    (`compvl.train.TrainConfig`). `base`: of a pretrained row that is not the profile's start, the shipped model that stands for it in the microworld. `zoo`: name in
+    (`compvl.train.TrainConfig`). `rate`: its learning rate, in those of a profile without `recipes`. `base`: of a pretrained row that is not the profile's start, the shipped model that stands for it in the microworld. `zoo`: name in
     `compvl.zoo` of the released checkpoint that stands for the row where the data root of a profile has it. `recipe`: name in `compvl.train.RECIPES` of how it is trained in a profile with `recipes`."""
     key: str
     label: str
@@ -130,6 +130,7 @@ class Row:
     w_attr: float | None = None
     data_options: dict = field(default_factory=dict)
     lora_rank: int | None = None
+    rate: float = 1.
     base: str = ''
     zoo: str = ''
     of: tuple[str, ...] = ()
@@ -139,7 +140,7 @@ _THEIRS, _ONE = 'hard-negative finetuned', 'ours, one perturbation'
 ROWS = {r.key: r for r in [
     Row('clip', 'CLIP ViT-B/32', 'pretrained', 'pretrained'),
     Row('clip-coco', 'CLIP-COCO', 'control (not in the published table)', method='clip-ft'),
-    *(Row(label.lower(), label, _THEIRS, method=method, kinds=kinds, data_options=dict(source='text', sound=False) | options, lora_rank=rank, zoo=label.lower().replace('+', '-'), recipe=method if method in RECIPES else 'svlc') for label, method, kinds, options, rank in [
+    *(Row(label.lower(), label, _THEIRS, method=method, kinds=kinds, data_options=dict(source='text', sound=False) | options, lora_rank=rank, rate=5. if rank else 1., zoo=label.lower().replace('+', '-'), recipe=method if method in RECIPES else 'svlc') for label, method, kinds, options, rank in [
         ('NegCLIP', 'negclip', ('negclip',), {}, None), ('CREPE-Swap', 'negclip', ('crepe-swap',), {}, None), ('CREPE-Replace', 'negclip', ('crepe-replace',), dict(rare_share=.3), None),
         ('SVLC', 'hn', ('svlc-rules',), {}, 4), ('SVLC+Pos', 'hp+hn', ('svlc-rules', 'paraphrase'), {}, 4), ('DAC-LLM', 'dac', ('svlc-rules',), dict(dense='text'), 4), ('DAC-SAM', 'dac', ('svlc-rules',), dict(dense='regions'), 4)]),
     Row('hp+0hn', 'Our HP + 0 HN', 'ratio', w_hn=0.),
@@ -186,7 +187,7 @@ _CAE_BEST = replace(ROWS['cae-attention'], label='CLIP-CAE')    # Table 5 has th
 CAE_TABLE4 = [_THERE['clip'], _THERE['clip-coco'], _CAE_BEST, *(replace(r, group='the other attributions (not in the published table)') for r in rows(*_CAE_ROWS[1:]))]
 CAE_TABLE5 = [replace(r, group='') for r in (_THERE['clip'], ROWS['attr-only'], _THERE['clip-coco'], _CAE_BEST)]
 
-# %% ../nbs/lib/34_experiments.ipynb #2e1da2c4
+# %% ../nbs/lib/34_experiments.ipynb #5bd00172
 def _coco_options(profile: Profile, row: Row) -> dict:
     "Files of COCO training data for a row. Raises CompvlError that names every missing one, and where it comes from."
     if row.data_options.get('dense') or row.method == 'sds-clip':
@@ -209,7 +210,7 @@ def train_config(row: Row, profile: Profile, seed: int = 0) -> TrainConfig:
     if row.source != 'trained': raise CompvlError(f"The row {row.label} has no training run: it is {row.source}.")
     p = replace(profile, **{k: v for k, v in RECIPES[row.recipe].items() if k in ('epochs', 'batch_size', 'lr', 'warmup', 'weight_decay')}) if profile.recipes else profile
     return TrainConfig(method=row.method, w_hn=row.w_hn, w_hp=row.w_hp, w_itc=row.w_itc, attribution=row.attribution, w_attr=row.w_attr, kinds=row.kinds, model=p.model, pretrained=p.pretrained, data=p.data, n_train=p.n_train,
-                       data_options=_coco_options(p, row) if p.data == 'coco' else row.data_options, lora_rank=row.lora_rank, steps=p.steps, epochs=p.epochs, batch_size=p.batch_size, lr=p.lr, warmup=p.warmup,
+                       data_options=_coco_options(p, row) if p.data == 'coco' else row.data_options, lora_rank=row.lora_rank, steps=p.steps, epochs=p.epochs, batch_size=p.batch_size, lr=p.lr*(1 if p.recipes else row.rate), warmup=p.warmup,
                        weight_decay=p.weight_decay, precision=p.precision, seed=seed)
 
 def _released(row: Row, profile: Profile) -> bool:

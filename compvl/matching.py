@@ -114,11 +114,11 @@ def matching_losses(net: Matcher, images: Tensor, tokens: Tensor, mask_share: fl
     mlm = F.cross_entropy(net.words(net.fuse(patches, states, pad)[at]), net.text.embedded(tokens)[chosen])
     return dict(itc=itc_loss(I, T, scale), itm=itm, mlm=mlm)
 
-# %% ../nbs/lib/24_matching.ipynb #774b6d9f
+# %% ../nbs/lib/24_matching.ipynb #ca94fb65
 @dataclass(frozen=True)
 class MatcherConfig:
     """What a cross-encoder of the microworld is trained by. `n_train` scenes of the split `pretrain`, with a new caption each time round; `steps` of `batch_size`; `lr`: peak, after `warmup` steps (at most half of all), then cosine to 0; `weight_decay` spares
-    gains, biases and the logit scale; `mask_share`: of a caption's tokens, masked for MLM. In float32. The network's sizes as for `Matcher`. Impossible numbers raise `CompvlError`."""
+    gains, biases and the logit scale; `mask_share`: of a caption's tokens, masked for MLM. `image_tower`: the weights of micro-CLIP (`compvl.models.create_model`) from which it starts, None for random ones. In float32. The network's sizes as for `Matcher`. Impossible numbers raise `CompvlError`."""
     n_train: int = 60_000
     steps: int = 1600
     batch_size: int = 128
@@ -128,6 +128,7 @@ class MatcherConfig:
     betas: tuple = (.9, .98)
     eps: float = 1e-6
     mask_share: float = .25
+    image_tower: str | None = 'base'
     text_width: int = 96
     text_layers: int = 2
     cross_layers: int = 2
@@ -144,10 +145,12 @@ def train_matcher(cfg: MatcherConfig = MatcherConfig(), runs=None, resume: bool 
     tells more. metrics.csv has a row a step: step, lr, loss, itc, itm, mlm, logit_scale. Raises CompvlError where the loss is not finite."""
     device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     data, tokenizer = load_train_data('pretrain', cfg.n_train), scene_tokenizer()
-    folder = Path(runs or runs_dir())/f"matcher-{config_hash(asdict(cfg) | data.describe())}"
+    start = cfg.image_tower and create_model('micro-clip', cfg.image_tower, 'cpu')
+    folder = Path(runs or runs_dir())/f"matcher-{config_hash(asdict(cfg) | data.describe() | dict(image_tower=start and start.fingerprint()))}"
     def build():
         torch.manual_seed(cfg.seed)
         net = Matcher(scene_vocabulary(data, tokenizer), cfg.text_width, cfg.text_layers, cfg.cross_layers).to(device)
+        if start: net.visual.load_state_dict(start.clip.visual.state_dict())
         model, params = _as_model(net), list(net.parameters())
         net.train()
         groups = [dict(params=[p for p in params if p.ndim > 1], weight_decay=cfg.weight_decay), dict(params=[p for p in params if p.ndim < 2], weight_decay=0.)]
