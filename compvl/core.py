@@ -14,7 +14,8 @@ warnings.filterwarnings('ignore', message='IProgress not found')   # of tqdm, wh
 
 # %% auto #0
 __all__ = ['CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'runs_dir', 'cache_dir', 'atomic_write', 'write_json', 'read_json',
-           'iter_jsonl', 'read_jsonl', 'config_hash', 'seed_everything', 'git_commit', 'environment', 'require']
+           'iter_jsonl', 'read_jsonl', 'config_hash', 'seed_everything', 'git_commit', 'cores', 'environment',
+           'require']
 
 # %% ../nbs/lib/00_core.ipynb #230fee74
 class CompvlError(Exception):
@@ -134,7 +135,11 @@ def git_commit() -> str:
         return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError): return "unknown"
 
-# %% ../nbs/lib/00_core.ipynb #11ec85c3
+# %% ../nbs/lib/00_core.ipynb #9bf37f96
+def cores() -> int:
+    "Processor cores that this process may use."
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 def environment() -> dict:
     """What a result depends on beside its configuration: `python`, `compvl`, `commit`, `platform`, `cpu` (name), `cores`
     (usable), `threads` (torch's), `gpu` (names) and the versions of the libraries that compute."""
@@ -145,9 +150,8 @@ def environment() -> dict:
     cpu = platform.processor()
     if Path("/proc/cpuinfo").exists():
         cpu = next((l.split(":", 1)[1].strip() for l in Path("/proc/cpuinfo").read_text().splitlines() if l.startswith("model name")), cpu)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     libs = {p.removesuffix("_torch"): version(p) for p in ("torch", "torchvision", "open_clip_torch", "accelerate", "numpy", "pandas", "compvl")}
-    return dict(python=platform.python_version(), **libs, commit=git_commit(), platform=platform.platform(), cpu=cpu, cores=cores,
+    return dict(python=platform.python_version(), **libs, commit=git_commit(), platform=platform.platform(), cpu=cpu, cores=cores(),
                 threads=torch.get_num_threads(), gpu=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
 
 # %% ../nbs/lib/00_core.ipynb #27fc677c

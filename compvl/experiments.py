@@ -9,18 +9,18 @@ __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'W_ATTR', 'TABLE8', 'TAB
            'seed_bootstrap', 'Results', 'load', 'Pieces', 'results', 'row_models', 'learning_curves', 'Claim', 'change',
            'verdict', 'judge', 'findings', 'comparisons', 'choose_weight', 'Example', 'examples', 'turned']
 
-# %% ../nbs/lib/34_experiments.ipynb #0ca02506
+# %% ../nbs/lib/34_experiments.ipynb #78345f8e
 import itertools, math, os, random, shutil, sys, time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np, pandas as pd
+import numpy as np, pandas as pd, torch
 from tqdm import tqdm
 
 from .benchmarks import expand, load_benchmark
-from .core import CompvlError, atomic_write, config_hash, data_dir, environment, git_commit, pick, read_json, write_json
+from .core import CompvlError, atomic_write, config_hash, cores, data_dir, environment, git_commit, pick, read_json, write_json
 from .cross_encoders import open_scorer
 from .diffusion import scene_vocabulary
 from .embed import Deferred
@@ -30,7 +30,7 @@ from .metrics import Correlation, bootstrap, figures, resampled_difference, trip
 from .microworld import PretrainSet, Scene, truth
 from .models import Model, create_model
 from .tables import ACCURACY, Column, published_cells
-from .train import METHODS, RECIPES, Run, TrainConfig, run_name, train
+from .train import METHODS, RECIPES, Run, TrainConfig, run_name, sweep, train
 from .zoo import has_weights, load_zoo
 
 # %% ../nbs/lib/34_experiments.ipynb #9f5f1b85
@@ -456,7 +456,7 @@ class _Screen:
     def done(self, text):
         if self.handle is not None: self.write(text)
 
-# %% ../nbs/lib/34_experiments.ipynb #e2e60801
+# %% ../nbs/lib/34_experiments.ipynb #33811b39
 def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple[pd.DataFrame, dict]:
     "Tidy figures of chance, or of the oracle with its scores."
     if row.key == 'chance':
@@ -487,6 +487,19 @@ def _evaluated(row, seed, profile, benchmarks, keep, runs, on_log) -> tuple[pd.D
     else: model = row_model(row, profile, seed, runs, on_log)
     return evaluate(model, benchmarks, cache=profile.root is not None, keep=keep, n_boot=profile.n_boot, seed=seed, progress=False, model_name=row.base or profile.model, method=row.key, return_scores=True)
 
+def _train_ahead(todo, profile, runs, bar, name) -> set:
+    "Train the runs of these rows and seeds several at a time, where the machine has what that takes: those that were tried. What fails here fails again where it is asked for, and is reported there."
+    configs = {}
+    for row, seed in todo:
+        try: configs |= {(row.key, seed): train_config(row, profile, seed)} if _is_trained(row, profile) and not _pieces() else {}
+        except CompvlError: continue
+    if (devices := _devices(len(configs), profile.steps)) is None: return set()
+    bar.set_description(f"{name}: {len(configs)} runs, {len(devices)} at a time")
+    before = bar.n
+    sweep(list(configs.values()), runs, devices, progress=False, on_log=lambda r: bar.update())
+    bar.update(max(0, profile.steps*len(configs) - (bar.n - before)) if profile.steps else 0)     # runs that were there, or resumed
+    return set(configs)
+
 class Pieces(Kept):
     "Scores and metrics by the config of the run that made them, and not by its weights: what was made elsewhere or on another day is taken as it is, with the commit that it was made at."
     def key(self, scorer, benchmark: Benchmark, skip_damaged: bool) -> str: return config_hash([scorer.fingerprint, identity(benchmark), skip_damaged])
@@ -503,6 +516,12 @@ class Pieces(Kept):
         return pd.read_csv(f) if f.exists() else None
 
 def _pieces() -> Pieces | None: return Pieces(os.environ['COMPVL_PIECES']) if os.environ.get('COMPVL_PIECES') else None
+
+def _devices(n: int, steps: int) -> list | None:
+    "Where n training runs go that need not wait for each other, as for `compvl.train.sweep`; None for one after another in this process, where they are too short for processes of their own, which take seconds to start."
+    if steps and steps < 50: return None
+    found = list(range(torch.cuda.device_count())) or ['cpu']*min(4, cores())
+    return found[:n] if min(n, len(found)) > 1 else None
 
 def _runs(out) -> Path: return Path(os.environ.get('COMPVL_RUNS') or Path(out)/'runs')
 
@@ -522,10 +541,11 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
     todo = [(r, s) for r in rows if r.source != 'average' for s in (profile.seeds if _is_trained(r, profile) else (0,))] if found else []
     steps, screen = profile.steps or 0, _Screen() if progress else None
     with tqdm(total=steps*sum(_is_trained(r, profile) for r, _ in todo) or None, unit='step', ncols=110, file=screen, disable=not progress, leave=False) as bar:
+        ahead = _train_ahead(todo, profile, runs, bar, name)
         for k, (row, seed) in enumerate(todo, 1):
             if row.key in res.problems: continue
             bar.set_description(f"{name} {k}/{len(todo)}: {row.label}, seed {seed}")
-            start = bar.n
+            start = bar.n - steps*((row.key, seed) in ahead)
             try: table, scores = _evaluated(row, seed, profile, found, keep, runs, lambda r: bar.update())
             except Exception as e:
                 if (row.source == 'bound' or profile.root and (row.base or row.group in (_THEIRS, _LOSSES, _OTHER))) and isinstance(e, CompvlError): missing[row.key] = str(e); continue

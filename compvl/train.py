@@ -7,11 +7,11 @@ __all__ = ['METHODS', 'RECIPES', 'TrainConfig', 'recipe', 'step_indices', 'Colla
            'batch_loss', 'backward_loss', 'add_lora', 'merge_lora', 'make_optimizer', 'learning_rate', 'Run',
            'load_run', 'run_name', 'train', 'sweep', 'curves']
 
-# %% ../nbs/lib/23_train.ipynb #6d791146
-import csv, hashlib, io, json, math, os, queue, shutil, subprocess, sys, threading, time
+# %% ../nbs/lib/23_train.ipynb #cdd46789
+import csv, hashlib, io, json, math, os, queue, shutil, subprocess, sys, tempfile, threading, time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from .attribution import METHODS as ATTRIBUTIONS
 from .attribution import caption_masks, perturbation_scores, perturbed_tokens, replacements, text_attribution, tokenize_replacements
-from .core import CompvlError, atomic_write, config_hash, environment, pick, read_json, runs_dir, seed_everything, write_json
+from .core import CompvlError, atomic_write, config_hash, cores, environment, pick, read_json, runs_dir, seed_everything, write_json
 from .data import load_train_data
 from .diffusion import Diffusion, load_diffusion, sds_head, sds_loss, trainable_layernorms
 from .losses import attribution_loss, bag_loss, bag_negative_loss, count_rows, total_loss
@@ -624,53 +624,59 @@ def train(cfg: TrainConfig, runs=None, resume: bool = True, progress: bool = Tru
         acc.wait_for_everyone()
         return finish()
 
-# %% ../nbs/lib/23_train.ipynb #3aae1862
-def _train_one(cfg, runs, progress, on_start):
+# %% ../nbs/lib/23_train.ipynb #71c7fef4
+def _train_one(cfg, runs, progress, on_start, on_log=None):
     "What went wrong in training `cfg`, or None."
-    try: train(cfg, runs, progress=progress, on_start=on_start)
+    try: train(cfg, runs, progress=progress, on_start=on_start, on_log=on_log)
     except CompvlError as e: return str(e)
     except Exception as e: return f'{type(e).__name__}: {e}'
 
 def _child():
-    "Train the config that stands on stdin as JSON; tell the folder and what went wrong on stdout, a JSON line each."
+    "Train the config that stands on stdin as JSON; tell the folder, each step and what went wrong on stdout, a JSON line each."
     job, out = json.load(sys.stdin), sys.stdout
     sys.stdout = sys.stderr
     tell = lambda **k: print(json.dumps(k), file=out, flush=True)
-    tell(error=_train_one(TrainConfig(**job['config']), job['runs'], False, lambda folder: tell(folder=str(folder))))
+    tell(error=_train_one(TrainConfig(**job['config']), job['runs'], False, lambda folder: tell(folder=str(folder)), lambda row: tell(step=row['step'])))
 
-def _on_device(device) -> dict:
-    "The environment of a process that sees this device alone: an index of CUDA devices, 'cuda:1' or 'cpu'."
+def _on_device(device, threads: int) -> dict:
+    "The environment of a process that sees this device alone: an index of CUDA devices, 'cuda:1' or 'cpu', there with `threads` threads unless the environment says how many."
     env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')}
-    if device == 'cpu': return env | dict(ACCELERATE_USE_CPU='true', CUDA_VISIBLE_DEVICES='')
+    if device == 'cpu': return dict(OMP_NUM_THREADS=str(threads)) | env | dict(ACCELERATE_USE_CPU='true', CUDA_VISIBLE_DEVICES='')
     index = str(device).removeprefix('cuda:')
     if not index.isdigit(): raise CompvlError(f"{device!r} is no device for a sweep: give indices of CUDA devices, such as 0 or 'cuda:0', or 'cpu'")
     seen = [v for v in env.get('CUDA_VISIBLE_DEVICES', '').split(',') if v]
     if seen and int(index) >= len(seen): raise CompvlError(f"there is no CUDA device {index}: CUDA_VISIBLE_DEVICES shows {len(seen)}")
     return env | dict(CUDA_VISIBLE_DEVICES=seen[int(index)] if seen else index)
 
-def sweep(configs: Sequence[TrainConfig], runs=None, devices: Sequence | None = None, progress: bool = True) -> pd.DataFrame:
+def sweep(configs: Sequence[TrainConfig], runs=None, devices: Sequence | None = None, progress: bool = True, on_log: Callable[[dict], None] | None = None) -> pd.DataFrame:
     """Train a list of configs; finished runs are taken as they are, interrupted ones resumed.
 
     `runs`: as for `train`. `devices`: None trains one after the other in this process; a list such as `[0, 1]`, `['cuda:0', 'cuda:1']` or `['cpu', 'cpu']` as many at a time as it has entries, each in a
-    process of its own that sees its device alone and whose end, whatever it is, ends no other. Returns a row for each config in order: run (name of its folder, if it got one), status ('done' or 'failed'), error, the
+    process of its own that sees its device alone and whose end, whatever it is, ends no other; several on a CPU share its cores. `on_log` is called with the row of each step of each run, from other processes with its `step` alone. Returns a row for each config in order: run (name of its folder, if it got one), status ('done' or 'failed'), error, the
     fields in which the configs differ, and the last metrics (see `Run`). Raises `CompvlError` for what is no device."""
     configs, runs, n = list(configs), Path(runs or runs_dir()), len(configs)
     folders, errors, children = [None]*n, [None]*n, set()
-    def here(i): errors[i] = _train_one(configs[i], runs, progress, lambda folder: folders.__setitem__(i, folder))
+    def here(i): errors[i] = _train_one(configs[i], runs, progress, lambda folder: folders.__setitem__(i, folder), on_log)
     def apart(i):
         env = free.get()
         try:
-            child = subprocess.Popen([sys.executable, '-c', 'from compvl.train import _child; _child()'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True)
-            children.add(child)
-            out, err = child.communicate(json.dumps(dict(config=asdict(configs[i]), runs=str(runs.absolute()))))
-            told = {k: v for line in out.splitlines() for k, v in json.loads(line).items()}
-            folders[i] = Path(told['folder']) if 'folder' in told else None
-            errors[i] = told.get('error') if 'error' in told else f"its process ended with status {child.returncode}: {(err.strip().splitlines() or ['no message'])[-1]}"
+            with tempfile.TemporaryFile('w+') as err:
+                child = subprocess.Popen([sys.executable, '-c', 'from compvl.train import _child; _child()'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, env=env, text=True)
+                children.add(child)
+                with suppress(BrokenPipeError), child.stdin: child.stdin.write(json.dumps(dict(config=asdict(configs[i]), runs=str(runs.absolute()))))
+                told = {}
+                for line in child.stdout:
+                    told |= (said := json.loads(line))
+                    if 'step' in said and on_log: on_log(said)
+                child.wait(); err.seek(0)
+                folders[i] = Path(told['folder']) if 'folder' in told else None
+                errors[i] = told.get('error') if 'error' in told else f"its process ended with status {child.returncode}: {(err.read().strip().splitlines() or ['no message'])[-1]}"
         finally: free.put(env)
     if devices is None: one, at_once = here, 1
     else:
         one, at_once, free = apart, len(devices), queue.Queue()
-        for d in devices: free.put(_on_device(d))
+        threads = max(1, cores()//max(1, sum(d == 'cpu' for d in devices)))
+        for d in devices: free.put(_on_device(d, threads))
     pool = ThreadPoolExecutor(at_once) if devices is not None else None
     try:
         for i, _ in enumerate(pool.map(one, range(n)) if pool else map(one, range(n))):
