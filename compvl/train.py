@@ -624,7 +624,7 @@ def train(cfg: TrainConfig, runs=None, resume: bool = True, progress: bool = Tru
         acc.wait_for_everyone()
         return finish()
 
-# %% ../nbs/lib/23_train.ipynb #71c7fef4
+# %% ../nbs/lib/23_train.ipynb #88ee3648
 def _train_one(cfg, runs, progress, on_start, on_log=None):
     "What went wrong in training `cfg`, or None."
     try: train(cfg, runs, progress=progress, on_start=on_start, on_log=on_log)
@@ -632,11 +632,41 @@ def _train_one(cfg, runs, progress, on_start, on_log=None):
     except Exception as e: return f'{type(e).__name__}: {e}'
 
 def _child():
-    "Train the config that stands on stdin as JSON; tell the folder, each step and what went wrong on stdout, a JSON line each."
-    job, out = json.load(sys.stdin), sys.stdout
-    sys.stdout = sys.stderr
+    "Train the configs that stand on stdin, a JSON line each; tell folder, each step and at the end what went wrong on stdout, in JSON lines."
+    out, sys.stdout = sys.stdout, sys.stderr
     tell = lambda **k: print(json.dumps(k), file=out, flush=True)
-    tell(error=_train_one(TrainConfig(**job['config']), job['runs'], False, lambda folder: tell(folder=str(folder)), lambda row: tell(step=row['step'])))
+    for line in sys.stdin:
+        job = json.loads(line)
+        tell(error=_train_one(TrainConfig(**job['config']), job['runs'], False, lambda folder: tell(folder=str(folder)), lambda row: tell(step=row['step'])))
+
+class _Apart:
+    "A process that trains one config after another in an environment; one that ended is replaced by another when there is something to train."
+    def __init__(self, env): self.env, self.child, self.err = env, None, None
+    def train(self, cfg, runs, on_log) -> tuple[Path | None, str | None]:
+        "Run folder, if it got one, and what went wrong."
+        if self.child is None:
+            self.err = tempfile.TemporaryFile('w+')
+            self.child = subprocess.Popen([sys.executable, '-c', 'from compvl.train import _child; _child()'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.err, env=self.env, text=True)
+        told = {}
+        with suppress(BrokenPipeError): print(json.dumps(dict(config=asdict(cfg), runs=str(runs.absolute()))), file=self.child.stdin, flush=True)
+        for line in self.child.stdout:
+            told |= (said := json.loads(line))
+            if 'step' in said: on_log(said)
+            if 'error' in said: break
+        else:
+            status = self.child.wait()
+            self.err.seek(0)
+            told['error'] = f"its process ended with status {status}: {(self.err.read().strip().splitlines() or ['no message'])[-1]}"
+            self.end()
+        return Path(told['folder']) if 'folder' in told else None, told['error']
+    def stop(self):
+        if child := self.child: child.terminate()
+    def end(self):
+        if self.child is None: return
+        self.stop(); self.child.wait()
+        with suppress(BrokenPipeError): self.child.stdin.close()
+        self.child.stdout.close(); self.err.close()
+        self.child = None
 
 def _on_device(device, threads: int) -> dict:
     "The environment of a process that sees this device alone: an index of CUDA devices, 'cuda:1' or 'cpu', there with `threads` threads unless the environment says how many."
@@ -652,39 +682,31 @@ def sweep(configs: Sequence[TrainConfig], runs=None, devices: Sequence | None = 
     """Train a list of configs; finished runs are taken as they are, interrupted ones resumed.
 
     `runs`: as for `train`. `devices`: None trains one after the other in this process; a list such as `[0, 1]`, `['cuda:0', 'cuda:1']` or `['cpu', 'cpu']` as many at a time as it has entries, each in a
-    process of its own that sees its device alone and whose end, whatever it is, ends no other; several on a CPU share its cores. `on_log` is called with the row of each step of each run, from other processes with its `step` alone. Returns a row for each config in order: run (name of its folder, if it got one), status ('done' or 'failed'), error, the
+    process that sees its device alone, trains one config after another, and whose end, whatever it is, costs the config that it was at; several on a CPU share its cores. `on_log` is called with the row of each step of each run, from other processes with its `step` alone. Returns a row for each config in order: run (name of its folder, if it got one), status ('done' or 'failed'), error, the
     fields in which the configs differ, and the last metrics (see `Run`). Raises `CompvlError` for what is no device."""
-    configs, runs, n = list(configs), Path(runs or runs_dir()), len(configs)
-    folders, errors, children = [None]*n, [None]*n, set()
+    configs, runs, n, lock = list(configs), Path(runs or runs_dir()), len(configs), threading.Lock()
+    folders, errors, apart = [None]*n, [None]*n, []
     def here(i): errors[i] = _train_one(configs[i], runs, progress, lambda folder: folders.__setitem__(i, folder), on_log)
-    def apart(i):
-        env = free.get()
-        try:
-            with tempfile.TemporaryFile('w+') as err:
-                child = subprocess.Popen([sys.executable, '-c', 'from compvl.train import _child; _child()'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, env=env, text=True)
-                children.add(child)
-                with suppress(BrokenPipeError), child.stdin: child.stdin.write(json.dumps(dict(config=asdict(configs[i]), runs=str(runs.absolute()))))
-                told = {}
-                for line in child.stdout:
-                    told |= (said := json.loads(line))
-                    if 'step' in said and on_log: on_log(said)
-                child.wait(); err.seek(0)
-                folders[i] = Path(told['folder']) if 'folder' in told else None
-                errors[i] = told.get('error') if 'error' in told else f"its process ended with status {child.returncode}: {(err.read().strip().splitlines() or ['no message'])[-1]}"
-        finally: free.put(env)
-    if devices is None: one, at_once = here, 1
+    def elsewhere(i):
+        process = free.get()
+        try: folders[i], errors[i] = process.train(configs[i], runs, told)
+        finally: free.put(process)
+    def told(row):
+        with lock: on_log and on_log(row)
+    if devices is None: one, pool = here, None
     else:
-        one, at_once, free = apart, len(devices), queue.Queue()
-        threads = max(1, cores()//max(1, sum(d == 'cpu' for d in devices)))
-        for d in devices: free.put(_on_device(d, threads))
-    pool = ThreadPoolExecutor(at_once) if devices is not None else None
+        threads, free = max(1, cores()//max(1, sum(d == 'cpu' for d in devices))), queue.Queue()
+        apart += [_Apart(_on_device(d, threads)) for d in devices]
+        for process in apart: free.put(process)
+        one, pool = elsewhere, ThreadPoolExecutor(len(apart))
     try:
         for i, _ in enumerate(pool.map(one, range(n)) if pool else map(one, range(n))):
             if progress: print(f"{i + 1}/{n} {folders[i].name if folders[i] else configs[i].method}: {'failed: ' + errors[i] if errors[i] else 'done'}", file=sys.stderr, flush=True)
     finally:
-        for c in children:
-            if c.poll() is None: c.terminate()
-        if pool: pool.shutdown(cancel_futures=True)
+        if pool: pool.shutdown(wait=False, cancel_futures=True)
+        for process in apart: process.stop()
+        if pool: pool.shutdown()
+        for process in apart: process.end()
     fields = [asdict(c) for c in configs]
     differ = [k for k in (fields[0] if fields else ()) if any(f[k] != fields[0][k] for f in fields)]
     last = [next(iter(_read_metrics(f).drop(columns='lr', errors='ignore').iloc[-1:].to_dict('records')), {}) if f else {} for f in folders]

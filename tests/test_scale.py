@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -376,6 +377,15 @@ def test_sweep_over_devices(tmp_path):
     with pytest.raises(CompvlError, match="no device"): sweep(configs, tmp_path, devices=["gpu"])
     assert list(curves([load_run(tmp_path/table.run[i], "cpu") for i in (0, 2)]).seed) == [0, 0, 1, 1]
     with pytest.raises(CompvlError, match="no runs"): curves(tmp_path/"nothing")
+
+
+def test_an_interrupted_sweep_ends_its_processes(tmp_path):
+    base = TrainConfig(**CONFIG | dict(steps=4000, log_every=1))
+    def stop(row):
+        if row["step"] == 3: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): sweep([base, replace(base, seed=1), replace(base, seed=2)], tmp_path, ["cpu", "cpu"], progress=False, on_log=stop)
+    assert not [c for c in psutil.Process().children(recursive=True) if "_child" in " ".join(c.cmdline())]
+    assert list(tmp_path.glob("*/config.json")) and not list(tmp_path.glob("*/DONE"))
 
 
 def test_a_killed_child_of_a_sweep_is_one_row(tmp_path, monkeypatch):
