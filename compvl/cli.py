@@ -222,10 +222,10 @@ def train(
     if as_json: _print_json(dict(folder=str(run.folder), config=run.config, last=last))
     else: typer.echo(f"{run.folder}: step {int(last['step'])}, loss {last['loss']:.4f}")
 
-# %% ../nbs/lib/38_cli.ipynb #9d1583ac
+# %% ../nbs/lib/38_cli.ipynb #fc1de04e
 @app.command(epilog="Example:  [bold]compvl perturb --kind hn --method rules captions_train2017.json hard_negatives.jsonl[/]\n\n"
                     "Example:  [bold]compvl perturb --kind hp --method lm-swap --model my-model --endpoint http://localhost:8000/v1 captions.jsonl swap_hp.jsonl[/]\n\n"
-                    "Methods of --kind hn: rules, swap, replace, add (compvl's own), crepe-swap, crepe-replace, crepe-negate, negclip, svlc-rules, and svlc-lm, which asks a masked language model.\n\n"
+                    "Methods of --kind hn: rules, swap, replace, add (compvl's own), tcl-1, tcl-2, tcl-3 (one, two or three applications of SWAP, REPLACE or ADD), crepe-swap, crepe-replace, crepe-negate, negclip, svlc-rules, and svlc-lm, which asks a masked language model.\n\n"
                     "Methods of --kind hp: rules, replace, swap, inverse, predicate, frame, and lm-replace, lm-swap, which ask a language model with the prompts of Kamath et al. (2024).")
 def perturb(
     src: Annotated[Path, typer.Argument(metavar="IN", help="Captions: JSON Lines, CSV or TSV, or a COCO captions file; .gz as well.")],

@@ -731,7 +731,7 @@ def classification_set(n: int = 1000, seed: int = 0, split: str = 'test') -> dic
     return dict(scenes=ss, labels=[s.objects[0].object for s in ss], classes=[L.common('object', i)[0] for i in range(len(L.values['object']))],
                 templates=['a {}', 'a picture of a {}', 'a photo of a {}', 'there is a {}'])
 
-# %% ../nbs/lib/12_microworld.ipynb #8771880c
+# %% ../nbs/lib/12_microworld.ipynb #2e2bc562
 class _Images:
     "Scenes of a split, painted on demand and kept as bytes."
     def __init__(self, split, n, seed, size): self.args, self.size, self.n, self.px, self.done = (split, seed), size, n, None, None
@@ -784,29 +784,30 @@ class FinetuneSet(PretrainSet):
     `kinds`: for the oracle 'swap', 'replace' (relation, attribute or object), 'add', or any of `KINDS`; for the pipelines names of methods (`NEGATIVES`, `POSITIVES`) and 'paraphrase', as positives.
     `rare_share`: share of rare words among those that negatives put in, by default .3 for the oracle; for the pipelines (default 0) the chance that a new word gives way to a rare one of its meaning.
     `sound`: whether the pipelines' negatives contradict the caption, or are as published. `dense`: None, or bags of `bag` different captions, drawn from the caption and its expansions ('text', see `expansion`)
-    or the captions of single objects ('regions', see `region_captions`), each with a hard negative: of the oracle, or for 'text' a `listed_negative`. Raises CompvlError for an unknown source or kind, and for options that do not go together."""
+    or the captions of single objects ('regions', see `region_captions`), each with a hard negative: of the oracle, or for 'text' a `listed_negative`. `checked`: whether the scene has to say that a pipeline's hard negative is false; one that is not, is drawn
+    again, up to four times. Raises CompvlError for an unknown source or kind, and for options that do not go together."""
     style = 'coco'
     def __init__(self, n: int = 20_000, seed: int = 0, kinds: Sequence[str] = ('swap', 'replace'), split: str = 'finetune', rare_share: float | None = None, image_size: int = 48, source: str = 'oracle',
-                 sound: bool = True, dense: str | None = None, bag: int = 5):
+                 sound: bool = True, dense: str | None = None, bag: int = 5, checked: bool = False):
         super().__init__(n, seed, image_size, split)
         pick(source, ('oracle', 'text'), 'source of hard negatives and hard positives')
         if dense is not None: pick(dense, ('text', 'regions'), 'kind of dense captions')
         if bag < 1: raise CompvlError(f'a bag of {bag} captions is none: give 1 or more')
         self.rare_share = (.3 if source == 'oracle' else 0.) if rare_share is None else rare_share
-        self.kinds, self.source, self.sound, self.dense, self.n_bag = tuple(kinds), source, sound, dense, bag
+        self.kinds, self.source, self.sound, self.dense, self.n_bag, self.checked = tuple(kinds), source, sound, dense, bag, checked
         if source == 'text':
             from compvl.negatives import NEGATIVES
             from compvl.positives import POSITIVES
             for k in kinds: pick(k, {**NEGATIVES, **POSITIVES, 'paraphrase': paraphrase}, 'method')
             return
-        if not sound: raise CompvlError("hard negatives of the oracle are false by construction: leave sound out, or take source='text'")
+        if not sound or checked: raise CompvlError("hard negatives of the oracle are false by construction: leave sound and checked out, or take source='text'")
         known = {'replace': KINDS[1:4], **{k: (k,) for k in KINDS}}
         self._expand = [known[pick(k, known, 'perturbation kind')] for k in self.kinds]
 
     def describe(self):
         text = self.source == 'text'
         return (super().describe() | dict(kinds=list(self.kinds)) | (dict(source=self.source) if text else {}) | (dict(rare_share=self.rare_share) if self.rare_share or not text else {})
-                | ({} if self.sound else dict(sound=False)) | (dict(dense=self.dense, bag=self.n_bag) if self.dense else {}))
+                | ({} if self.sound else dict(sound=False)) | (dict(checked=True) if self.checked else {}) | (dict(dense=self.dense, bag=self.n_bag) if self.dense else {}))
     def _first(self, make, rng):
         for group in rng.sample(self._expand, len(self._expand)):
             for kind in rng.sample(group, len(group)):
@@ -818,18 +819,23 @@ class FinetuneSet(PretrainSet):
             try: return make(method, rng.random())
             except Refused: pass
     def _rarer(self, p, rng):
-        "The text of a perturbation, its new word replaced by a rare one of its meaning with chance `rare_share`."
-        if not self.rare_share or rng.random() >= self.rare_share: return p.text
+        "The text of a perturbation, each new word that is still there replaced by a rare one of its meaning with chance `rare_share`."
         from compvl.operators import Edit, write
-        step, L = p.steps[0], lexicon()
-        rare = L.rare(*L.lookup[step.new]) if step.operator == 'replace' and step.new in L.lookup else ()
-        if not rare or step.new in rare: return p.text
-        at = p.text.index(step.new, max(0, step.start - 1))   # an article before it may have lost a letter
-        return write(p.text, [Edit(at, at + len(step.new), rng.choice(rare))])[0]
+        text, L = p.text, lexicon()
+        for step in p.steps if self.rare_share else ():
+            if rng.random() >= self.rare_share: continue
+            rare = L.rare(*L.lookup[step.new]) if step.operator == 'replace' and step.new in L.lookup else ()
+            if not rare or step.new in rare: continue
+            begin = max(0, step.start - 1) if len(p.steps) == 1 else 0   # an article before it may have lost a letter; later steps may have moved it
+            if found := re.compile(rf'\b{re.escape(step.new)}\b').search(text, begin): text = write(text, [Edit(*found.span(), rng.choice(rare))])[0]
+        return text
     def _negative(self, s, c, rng):
         if self.source == 'oracle': return self._first(lambda k: hard_negative(s, c, k, rng, self.rare_share), rng)
         from compvl import negatives
-        return self._written(lambda m, seed: self._rarer(negatives.hard_negative(c.text, m, seed, microworld_words(), sound=self.sound), rng), negatives.NEGATIVES, rng)
+        make = lambda m, seed: self._rarer(negatives.hard_negative(c.text, m, seed, microworld_words(), sound=self.sound), rng)
+        for _ in range(4 if self.checked else 1):
+            text = self._written(make, negatives.NEGATIVES, rng)
+            if text is None or not self.checked or truth(s, text) is False: return text
     def _positive(self, s, c, rng):
         if self.source == 'oracle': return self._first(lambda k: hard_positive(s, c, k, rng), rng)
         from compvl import positives

@@ -23,13 +23,14 @@ from .core import CompvlError, atomic_write
 from .items import item_images, open_image
 from .tables import METRIC_TITLES, Column, published_cells
 
-# %% ../nbs/lib/33_plots.ipynb #20874e01
+# %% ../nbs/lib/33_plots.ipynb #4cc174dd
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = '#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7'
 STYLE = {'clip': (BLACK, 'o'), 'clip-coco': ('#888888', 's'), 'hn': (VERMILLION, '^'), 'hp+hn': (BLUE, 'D'), 'swap-only': (SKY, 'v'), 'replace-only': (GREEN, 'P'),
          'hp+0hn': ('#bd93d8', 'X'), 'hp+0.25hn': ('#9c69c2', 'X'), 'hp+0.5hn': ('#7b45a5', 'X'), 'hp+0.75hn': ('#52227b', 'X')}
 STYLE |= {f'cae-{k}{hn}': look for k, look in dict(attention=(ORANGE, '<'), gradcam=(PURPLE, '>'), perturbation=(GREEN, 'p'), gradient=(SKY, 'h')).items() for hn in ('', '-hn')}
 STYLE['attr-only'] = ('#a08c00', '*')
 STYLE |= {'negclip': (ORANGE, 'o'), 'crepe-swap': ('#a86f00', '<'), 'crepe-replace': ('#f7c95f', '>'), 'svlc': (PURPLE, 's'), 'svlc+pos': ('#8a3d66', 'P'), 'dac-llm': ('#a08c00', 'p'), 'dac-sam': ('#57501c', 'h'), 'sds-clip': ('#8b5a2b', 'd')}
+STYLE |= {'tcl-1': ('#7fcdbb', 'v'), 'tcl-2': ('#1d91c0', 's'), 'tcl-3': ('#0c2c84', '^'), 'tcl-mix': (PURPLE, '*')}
 STYLE |= {'clip-small': (SKY, 'v'), 'vit-b-16': (BLUE, 's'), 'vit-l-14': (BLUE, '^'), 'rn50': (ORANGE, 'P'), 'roberta': (PURPLE, 'X'), 'datacomp': (GREEN, 'D'), 'xvlm': (VERMILLION, '*')}
 TEXTS = {'c': ('caption', GREEN, 'o'), 'n': ('hard negative', VERMILLION, 'X'), 'p': ('hard positive', BLUE, 'D')}   # markers of s(c), s(c_n), s(c_p)
 

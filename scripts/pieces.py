@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 def plan(profile):
     """(row key, seed, benchmarks), in order."""
     from compvl.benchmarks import expand
-    from compvl.experiments import CAE_TABLE1, CAE_TABLE2, CAE_TABLE3, CAE_TABLE4, CAE_TABLE5, STANDARD, TABLE1, TABLE3, TABLE10, TRIPLETS
+    from compvl.experiments import CAE_TABLE1, CAE_TABLE2, CAE_TABLE3, CAE_TABLE4, CAE_TABLE5, STANDARD, TABLE1, TABLE3, TABLE10, TCL_TABLE2, TRIPLETS
     composition = ["aro-relation", "aro-attribution", "sugarcrepe", "vl-checklist-relation", "vl-checklist-attribute", "valse-relation", "svo-probes", "comvg", "winoground-compositional"]
     asked = {}
-    for tables, names in [((TABLE1, TABLE3), [*TRIPLETS, *STANDARD]), ((CAE_TABLE1, CAE_TABLE2, CAE_TABLE5), composition), ((CAE_TABLE3, TABLE10), ["standard"]), ((CAE_TABLE4,), ["sickr", "stsb"])]:
+    for tables, names in [((TABLE1, TABLE3), [*TRIPLETS, *STANDARD]), ((CAE_TABLE1, CAE_TABLE2, CAE_TABLE5), composition), ((CAE_TABLE3, TABLE10), ["standard"]), ((CAE_TABLE4,), ["sickr", "stsb"]), ((TCL_TABLE2,), [*TRIPLETS, *composition[:6], "coco-retrieval"])]:
         for r in (r for t in tables for r in t if r.source == "trained"): asked.setdefault(r.key, {}).update(dict.fromkeys(expand(names, True)))
     return [(k, s, list(asked[k])) for s in profile.seeds for k in asked]
 

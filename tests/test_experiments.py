@@ -118,6 +118,29 @@ def test_the_paper_profile_on_files_in_the_released_formats(start, tmp_path, mon
     with pytest.raises(CompvlError, match="1 of 2 rows failed"): again.check()
 
 
+def test_iterated_operators_by_files_that_perturb_writes(start, tmp_path, monkeypatch):
+    "`compvl perturb` makes the negatives of k applications, aligned with COCO's captions, and rows are trained on them."
+    from compvl.perturb import perturb_file
+    monkeypatch.setenv("COMPVL_CACHE", str(tmp_path/"cache"))
+    root = released(tmp_path/"data")
+    file = root/"coco/annotations/captions_train2017.json"
+    coco = json.loads(file.read_text())
+    for a, (x, y) in zip(coco["annotations"], [(x, y) for x in ("dog", "cat", "man", "horse") for y in ("boat", "table", "car", "bench")]): a["caption"] = f"A brown {x} next to a large red {y}."
+    coco["annotations"][5]["caption"] = "..."      # nothing to work on
+    file.write_text(json.dumps(coco))
+    profile = dataclasses.replace(get_profile("paper", root), model="micro-clip", pretrained=start, precision="fp32", n_boot=30)
+    monkeypatch.setitem(RECIPES, "hp", RECIPES["hp"] | dict(epochs=1, batch_size=8, warmup=1))
+    missing = results(rows("clip", "tcl-mix"), ["swap"], profile, tmp_path/"out", "missing", progress=False)
+    assert all(f"tcl-{k}_hn.jsonl" in missing.problems["tcl-mix"] for k in (1, 2, 3))
+    for k in (1, 2, 3):
+        made = perturb_file("hn", f"tcl-{k}", file, root/f"hard_negatives_ft/tcl-{k}_hn.jsonl", workers=0, progress=False)
+        lines = [json.loads(t) for t in (root/f"hard_negatives_ft/tcl-{k}_hn.jsonl").read_text().splitlines()]
+        assert made.n == 16 and made.total == 15 and [len(r["steps"]) for r in lines] == [k*(i != 5) for i in range(16)]
+        assert [r["caption"] for r in lines] == [a["caption"] for a in coco["annotations"]] and all(r["hard_negative"] != r["caption"] for r in lines)
+    res = results(rows("clip", "tcl-2", "tcl-mix"), ["swap"], profile, tmp_path/"out", "tcl", progress=False)
+    assert not res.problems and set(res.table.method) == {"clip", "tcl-2", "tcl-mix"}
+
+
 def test_a_failing_benchmark_file_says_what_is_needed(tiny, tmp_path):
     (tmp_path/"aro").mkdir()
     (tmp_path/"aro/visual_genome_attribution.json").write_text("[{]")
@@ -126,7 +149,7 @@ def test_a_failing_benchmark_file_says_what_is_needed(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("notebook, table, says", [("01_brittleness", "table1", ["visual_genome_attribution.json", "Our HN", "73.9"]), ("02_ratio_ablation", "table3", ["visual_genome_attribution.json", "Our HN", "73.9"]),
-                                                   ("03_standard_zeroshot", "table10", ["imagenet", "Our HN", "50.4"]), ("05_attribution", None, []), ("06_cae", "table1", ["ComVG.csv", "CLIP-FT", "64.9"]), ("07_text_similarity", "table4", ["SICK", "CLIP-FT", "66.3"])])
+                                                   ("03_standard_zeroshot", "table10", ["imagenet", "Our HN", "50.4"]), ("05_attribution", None, []), ("06_cae", "table1", ["ComVG.csv", "CLIP-FT", "64.9"]), ("07_text_similarity", "table4", ["SICK", "CLIP-FT", "66.3"]), ("09_iterated_operators", "table2", ["visual_genome_attribution.json", "HN, k = 1"])])
 def test_a_paper_notebook_runs_to_its_end_without_any_files(notebook, table, says, tmp_path):
     pytest.importorskip("papermill")
     (tmp_path/"empty").mkdir()
