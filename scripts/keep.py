@@ -1,7 +1,8 @@
-"""Keep a reproduction as the project's committed results:  python scripts/keep.py [reproduction]
+"""Keep a reproduction as the project's committed results:  python scripts/keep.py [--times] [reproduction]
 
 Copies its tidy results to data/results/<profile>/, its figures to figures/ and its small outputs into nbs/paper/, so that they can be
 read on the web; renders README.md, whose tables come from there. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
+With --times, keeps only how long the notebooks of its profile took, from which `compvl reproduce` tells how much time is left.
 """
 import json
 import shutil
@@ -30,6 +31,17 @@ def with_outputs(source: Path, executed: Path, out: Path):
     source.write_text(nbformat.writes(nb, indent=1) + "\n", encoding="utf-8")
 
 
+def times(out: Path, folder: Path | None = None):
+    """Write what became of each notebook, and in what time, to notebooks.json in `folder` (default: that of the profile)."""
+    record = [{k: r[k] for k in ("name", "status", "profile", "commit", "seconds", "peak_mb")}
+              for r in (json.loads(p.read_text(encoding="utf-8"))["result"] for p in sorted((out / "notebooks").glob("*.json")))]
+    if len({r["profile"] for r in record}) != 1:
+        raise SystemExit(f"{out}: expected notebooks of one profile, found {sorted({r['profile'] for r in record})}")
+    folder = folder or ROOT / "data/results" / record[0]["profile"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "notebooks.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def keep(out: Path):
     """Copy what `out` holds, after checking that all of it was made at one commit, by one profile."""
     kept = sorted((out / "results").glob("*.json"))
@@ -41,14 +53,14 @@ def keep(out: Path):
     if problems := {k: v for r in runs for k, v in r["problems"].items()}:
         raise SystemExit(f"{out}: rows failed: {problems}")
     folder = ROOT / "data/results" / profiles.pop()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    tables = [p for p in sorted((out / "tables").glob("*.csv")) if p.stem.rsplit("_", 1)[-1] in ("findings", "transfer", "pairs", "steps", "regime", "shares", "truth", "gap", "effects", "choice")]
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if old.is_file():  # pieces of runs, in a folder of their own, stay
+            old.unlink()
+    tables = [p for p in sorted((out / "tables").glob("*.csv")) if p.stem.rsplit("_", 1)[-1] in ("findings", "transfer", "pairs", "steps", "regime", "shares", "truth", "gap", "effects", "choice", "ledger", "evidence")]
     for path in [*kept, *sorted((out / "results").glob("*.csv")), *tables]:
         shutil.copy(path, folder)
-    notebooks = [json.loads(p.read_text(encoding="utf-8"))["result"] for p in sorted((out / "notebooks").glob("*.json"))]
-    record = [{k: r[k] for k in ("name", "status", "profile", "commit", "seconds", "peak_mb")} for r in notebooks]
-    (folder / "notebooks.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    times(out, folder)
     figures = [p for p in sorted((out / "figures").iterdir()) if p.suffix in (".png", ".svg")]
     for path in figures:
         shutil.copy(path, ROOT / "figures")
@@ -60,4 +72,4 @@ def keep(out: Path):
 
 
 if __name__ == "__main__":
-    keep(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "reproduction"))
+    (times if "--times" in sys.argv else keep)(Path(next((a for a in sys.argv[1:] if a != "--times"), ROOT / "reproduction")))

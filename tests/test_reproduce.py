@@ -73,6 +73,44 @@ def test_up_to_date_is_skipped_until_something_changes(tmp_path, run, monkeypatc
     assert 'href="tables/a.csv"' in (tmp_path / "out/index.html").read_text()   # the page lists earlier ones too
 
 
+def test_what_reads_other_results_runs_again_when_they_change(tmp_path, run):
+    notebook(tmp_path, "01_a", TABLE.format(name="01_a"))
+    notebook(tmp_path, "11_b", "from pathlib import Path\nn = len(list(Path(out).glob('tables/01_*.csv')))\n" + TABLE.format(name="11_b"))
+    nb = nbformat.read(tmp_path / "11_b.ipynb", 4)
+    nb.cells[2].metadata["tags"] = ["reads"]
+    nbformat.write(nb, tmp_path / "11_b.ipynb")
+    assert statuses(run()) == ["done", "done"]
+    assert statuses(run()) == ["up to date", "up to date"]               # what it wrote itself does not count
+    (tmp_path / "out/tables/01_a.csv").write_text("another")
+    run("1")
+    assert "have changed since it ran" in (tmp_path / "out/report.html").read_text()
+    assert statuses(run()) == ["up to date", "done"]
+    assert "have changed since it ran" not in (tmp_path / "out/report.html").read_text()
+
+
+def test_time_left_is_judged_by_the_committed_run(tmp_path, run, monkeypatch, capsys):
+    notebook(tmp_path, "01_a", "x = 1")
+    notebook(tmp_path, "02_b", "x = 1")
+    run()
+    assert "2 of 2 notebooks to run: time left unknown" in capsys.readouterr().err
+    monkeypatch.setattr("compvl.reproduce._known_seconds", lambda profile: {"01_a": 3600.0})
+    run(force=True)
+    assert "2 of 2 notebooks to run: about 1 h 0 min left, and 1 notebook of unknown length" in capsys.readouterr().err
+    run()
+    assert "0 of 2 notebooks to run: nothing left" in capsys.readouterr().err
+
+
+def test_time_left_follows_the_speed_of_this_machine():
+    from compvl.reproduce import _Left
+    left = _Left(["01", "02", "03"], {"01": 100.0, "02": 200.0, "03": 300.0})
+    assert left.seconds() == 600
+    left.ended("01", 400.0)                                             # four times as slow
+    assert left.seconds() == 4 * 500 and left.seconds("02", 300.0) == 4 * 500 - 300
+    assert left.seconds("02", 1100.0) == 5 * 500 - 1100                 # and the second is slower than that
+    left.ended("02", None)                                              # failed: it says nothing of the speed
+    assert left.seconds() == 4 * 300
+
+
 def test_only_declared_parameters_are_passed(tmp_path, run):
     notebook(tmp_path, "01_none", "assert 'profile' not in globals()", parameters=None)
     notebook(tmp_path, "02_one", "assert profile == 'smoke' and 'out' not in globals()", parameters='profile = "micro"')

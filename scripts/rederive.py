@@ -1,0 +1,235 @@
+"""Are the tables in the paper notebooks what the committed results say?  python scripts/rederive.py
+
+The committed notebooks in nbs/paper carry their outputs. Their cells are run again here, with the results of their profile read from data/results/<profile> in place of trained and scored models, and
+what they show (tables, findings, sentences) is compared with the committed output, cell by cell. Nothing is trained or scored: what needs a model, pictures or items is passed over, and so is what depends on it;
+of such a cell, the figures are compared with the table that it wrote, where that is kept. What is left over is counted.
+"""
+import ast
+import builtins
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pandas as pd
+
+from readme import ROOT
+
+
+ITEMS = """row_models learning_curves examples turned load load_benchmarks load_benchmark kind_attributions attribution_gap supervision captioned_scenes truth_rates operator_shares worst
+ sheet scenes train ship_base ship_matcher train_matcher save_figure text_similarities case_study load_train_data choose_weight""".split()   # what needs models, items or pictures
+
+
+class NotStored(Exception):
+    """Needs what is not kept."""
+
+
+def refuse(*_, **__):
+    raise NotStored
+
+
+class Numbers(HTMLParser):
+    """The rows of all tables of an HTML text, a list of texts each."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.open = [], False
+        self.feed(re.sub(r"<style\b.*?</style>", "", text, flags=re.S))
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th") and self.rows:
+            self.rows[-1].append("")
+            self.open = True
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.open = False
+
+    def handle_data(self, data):
+        if self.open:
+            self.rows[-1][-1] += " " + data.strip()
+
+
+def table_rows(text: str) -> list[list[str]]:
+    return [[" ".join(c.split()) for c in row] for row in Numbers(text).rows]
+
+
+class Stored:
+    """What `compvl.experiments.results` gives, from data/results: the summary; no scores of items."""
+
+    def __init__(self, folder: Path, name: str, rows, profile):
+        path = folder / f"{name}_summary.csv"
+        if not path.exists():
+            raise NotStored
+        self._summary = pd.read_csv(path)
+        told = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        self.profile, self.rows, self.gaps = profile, list(rows), {**told.get("missing", {}), **told["problems"]}
+
+    def summary(self):
+        return self._summary
+
+    def check(self):
+        pass
+
+    def __getattr__(self, name):
+        raise NotStored
+
+
+class Kept:
+    """The tables of a notebook that are kept, by name, and by the first cell of their rows."""
+
+    def __init__(self, folder: Path, number: str):
+        self.tables = {p.stem: pd.read_csv(p) for p in sorted(folder.glob(f"{number}_*.csv"))}
+
+    def judge(self, res, claims, *_, **__):
+        """Findings by their text; their figures must be those of the summary."""
+        kept = {r["claim"]: r for t in self.tables.values() if "claim" in t for r in t.to_dict("records")}
+        s, out = res.summary().set_index(["method", "benchmark", "group", "metric"]).value, []
+        for c in claims:
+            if c.text not in kept:
+                raise NotStored
+            row = kept[c.text]
+            for side in "ab":
+                at = getattr(c, side)
+                if at in s.index and not np.isclose(s[at], row[side], atol=1e-6, equal_nan=True):
+                    raise ValueError(f"the finding {c.text!r} has {side} = {row[side]:.4f}, and the summary {s[at]:.4f} for {', '.join(at)}")
+            out.append(row)
+        return pd.DataFrame(out)[["claim", "a", "b", "difference", "lo", "hi", "published", "verdict"]]
+
+    def comparisons(self, res, pairs, columns):
+        label = {r.key: r.label for r in res.rows}
+        wanted = [f"{label.get(b)} − {label.get(a)}" for a, b in pairs]
+        at = {(c.benchmark, c.metric) for c in columns}
+        for t in self.tables.values():
+            if {"pair", "benchmark", "metric"} <= set(t) and set(t.pair) <= set(wanted) and set(zip(t.benchmark, t.metric)) <= at:
+                return t
+        raise NotStored
+
+
+def outputs(nb_cell) -> list[dict]:
+    """The committed tables and texts of a cell."""
+    return [o["data"] for o in nb_cell.get("outputs", []) if "data" in o and not {"image/png", "image/jpeg"} & set(o["data"]) and {"text/html", "text/markdown"} & set(o["data"])]
+
+
+def shown(value) -> dict | None:
+    """What a notebook would show of a value, where that is a table or a text."""
+    for mime, method in (("text/markdown", "_repr_markdown_"), ("text/html", "_repr_html_")):
+        if hasattr(value, method) and (text := getattr(value, method)()):
+            return {mime: text}
+    return None
+
+
+def run_cell(source: str, space: dict) -> list[dict]:
+    """Execute a cell as a notebook does; what it shows."""
+    found = []
+    space["display"] = lambda *values: found.extend(filter(None, map(shown, values)))
+    tree = ast.parse(re.sub(r"(?m)^[#%]\|?.*$", "", source))
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(tree, "<cell>", "exec"), space)
+        if last is not None and (value := shown(eval(compile(ast.Expression(last.value), "<cell>", "eval"), space))):
+            found.append(value)
+    return found
+
+
+def same(ours: dict, theirs: dict) -> str:
+    """'' where they say the same, else where they differ. `ours`: made again; `theirs`: committed."""
+    if "text/html" in ours:
+        a, b = table_rows(ours["text/html"]), table_rows(theirs.get("text/html", ""))
+        if len(a) != len(b):
+            return f"a table of {len(b)} rows, and the results give {len(a)}"
+        title = next((c for r in b for c in r if c), "")
+        for i, (x, y) in enumerate(zip(a, b)):
+            for j in range(max(len(x), len(y))):
+                p, q = (r[j] if j < len(r) else "nothing" for r in (x, y))
+                if p != q:
+                    return f"table {title!r}, row {i + 1} ({y[0] if y else ''}), cell {j + 1}: {q!r}, and the results give {p!r}"
+        return ""
+    p, q = ours["text/markdown"].strip().splitlines(), "".join(theirs.get("text/markdown", "")).strip().splitlines()
+    return next((f"{y!r}, and the results give {x!r}" for x, y in zip(p + [""] * len(q), q + [""] * len(p)) if x != y), "")
+
+
+def from_kept(data: dict, source: str, kept: Kept) -> str | None:
+    """Compare a committed table, row by row, with the kept table that its cell wrote: '' where every figure is in that row, None where no table is kept."""
+    names = [n for n in kept.tables for said in re.findall(r"""["'/](\w+?)(?:\.csv)?["']""", source) if n == said or n.endswith(f"_{said}")]
+    if not names or "text/html" not in data:
+        return None
+    number = re.compile(r"[-−]?\d+(?:\.\d+)?(?:e[-+]\d+)?")
+    body = [r for r in table_rows(data["text/html"]) if any(number.fullmatch(c) for c in r)]
+    for n in dict.fromkeys(names):
+        t = kept.tables[n]
+        index = all(r[0] == str(i) for i, r in enumerate(body))
+        if len(body) != len(t):
+            continue
+        for i, row in enumerate(body):
+            values = [v for v in t.iloc[i] if isinstance(v, (int, float, np.number)) and v == v]
+            for c in row[1:] if index else row:
+                if number.fullmatch(c):
+                    digits = len(c.partition(".")[2])
+                    if not any(abs(float(c.replace("−", "-")) - v) <= .5001 * 10**-digits + 1e-9 * abs(v) for v in values):
+                        return f"table {n}, row {i + 1} ({', '.join(x for x in row if not number.fullmatch(x))[:60]}): {c!r} is not in that row of {n}.csv"
+        return ""
+    return None
+
+
+def notebook(path: Path, root: Path = ROOT) -> tuple[list[str], int, int]:
+    """(problems, cells that were made again, cells with tables or texts that could not be)."""
+    import IPython.display
+    from compvl import experiments
+    nb = nbformat.read(path, as_version=4)
+    cells = [c for c in nb.cells if c.cell_type == "code"]
+    profile = next((m[1] for c in cells for d in outputs(c) if (m := re.search(r"Profile `([\w-]+)`", d.get("text/markdown", "")))), None)
+    if profile is None or not any(map(outputs, cells)):
+        return [], 0, 0
+    folder = root / "data/results" / profile
+    if experiments.PROFILES[profile].root or experiments.PROFILES[profile].data != "microworld":
+        return [], 0, sum(bool(outputs(c)) for c in cells)
+    kept, space, problems, made, left = Kept(folder, path.stem.split("_")[0]), {"__name__": "__main__", "__builtins__": builtins}, [], 0, 0
+    swaps = dict.fromkeys(ITEMS, refuse) | dict(results=lambda rows, benchmarks, p, out, name, *a, **k: Stored(folder, name, rows, p), judge=kept.judge, comparisons=kept.comparisons)
+    with tempfile.TemporaryDirectory() as tmp:
+        (Path(tmp) / "tables").mkdir()
+        for c in cells:
+            wanted = outputs(c)
+            try:
+                found = run_cell(c.source, space)
+                if "parameters" in c.metadata.get("tags", []):
+                    space |= dict(profile=profile, out=tmp)
+                space |= {k: v for k, v in swaps.items() if k in space}
+                texts = [d for d in found if not (d.get("text/html") or "").startswith("<img")]
+                if len(texts) != len(wanted):
+                    raise NotStored
+                differ = [s for s in map(same, texts, wanted) if s]
+                made += bool(wanted)
+            except ValueError as e:
+                differ, made = [str(e)], made + 1
+            except Exception as e:  # NotStored, and what follows from it
+                if not isinstance(e, (NotStored, NameError, AttributeError, KeyError, TypeError, IndexError)):
+                    raise
+                space |= {k: v for k, v in swaps.items() if k in space}
+                told = [from_kept(d, c.source, kept) for d in wanted]
+                differ = [s for s in told if s]
+                made, left = made + (bool(told) and None not in told), left + (None in told)
+            problems += [f"{path.relative_to(root).as_posix()}, cell {nb.cells.index(c) + 1}: {s}" for s in differ]
+    return problems, made, left
+
+
+def rederive(root: Path = ROOT) -> tuple[list[str], int, int]:
+    """Of all paper notebooks."""
+    parts = [notebook(p, root) for p in sorted((root / "nbs/paper").glob("[0-9]*.ipynb"))]
+    return [x for p, _, _ in parts for x in p], sum(m for _, m, _ in parts), sum(n for _, _, n in parts)
+
+
+if __name__ == "__main__":
+    problems, made, left = rederive()
+    for p in problems:
+        print(f"rederive: {p}", file=sys.stderr)
+    print(f"rederive: {made} cells with tables or findings made again from data/results, {left} that need models or items passed over")
+    sys.exit(bool(problems))

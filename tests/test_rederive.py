@@ -1,0 +1,55 @@
+"""scripts/rederive.py finds a figure that the committed results do not give."""
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+from rederive import notebook, table_rows  # noqa: E402
+
+NOTEBOOK = "07_text_similarity"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkout with one paper notebook and the results that it came from."""
+    (tmp_path / "nbs/paper").mkdir(parents=True)
+    path = shutil.copy(ROOT / f"nbs/paper/{NOTEBOOK}.ipynb", tmp_path / "nbs/paper")
+    for folder in (ROOT / "data/results").glob("micro*"):
+        (tmp_path / "data/results" / folder.name).mkdir(parents=True)
+        for p in folder.glob("07_*"):
+            shutil.copy(p, tmp_path / "data/results" / folder.name)
+    return Path(path), tmp_path
+
+
+def test_agreement(copy):
+    problems, made, _ = notebook(*copy)
+    assert problems == [] and made >= 3
+
+
+def test_another_figure_in_the_results(copy):
+    path, root = copy
+    for p in (root / "data/results").glob("*/07_text_similarity_summary.csv"):
+        lines = p.read_text().splitlines()
+        i = next(i for i, line in enumerate(lines) if ",clip,spearman," in line)
+        value = lines[i].split(",")[4]
+        p.write_text("\n".join(lines).replace(value, str(float(value) + 1)) + "\n")
+    problems, _, _ = notebook(path, root)
+    assert any("CAE Table 4" in p and "(CLIP)" in p and p.startswith(f"nbs/paper/{NOTEBOOK}.ipynb, cell ") for p in problems)
+
+
+def test_another_figure_in_the_notebook(copy):
+    path, root = copy
+    nb = json.loads(path.read_text())
+    said = next(o["data"] for c in nb["cells"] for o in c.get("outputs", []) if "reproduced" in "".join(o.get("data", {}).get("text/markdown", "")))
+    said["text/markdown"] = "".join(said["text/markdown"]).replace("**undecided**", "**reproduced**")
+    path.write_text(json.dumps(nb))
+    problems, _, _ = notebook(path, root)
+    assert any("undecided" in p for p in problems)
+
+
+def test_rows_of_a_table():
+    assert table_rows("<style>td{}</style><table><tr><th>a</th><td>1.0<br><span>[0.5, 1.5]</span></td></tr></table>") == [["a", "1.0 [0.5, 1.5]"]]
