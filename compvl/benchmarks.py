@@ -48,13 +48,13 @@ def expand(names: str | Iterable[str], micro: bool | None = None) -> list[str]:
     def members(n): return [m for m in (REGISTRY if n == "all" else GROUPS[n]) if has(m)] if n == "all" or n in GROUPS else [pick(n, [*REGISTRY, *GROUPS, "all"], "benchmark")]
     return list(dict.fromkeys(m for n in names for m in members(n)))
 
-# %% ../nbs/lib/29_benchmarks.ipynb #8e4bab29
+# %% ../nbs/lib/29_benchmarks.ipynb #fcd5c35c
 def load_benchmark(name: str, root: str | Path | None = None, fidelity: str = "published", split: str | None = None,
                    n: int | None = None, seed: int = 0, source: str | None = None) -> Benchmark:
     """The benchmark `name` (see `list_benchmarks`): from the microworld where `root` is None, else from the files under `root`.
 
     fidelity: `published` or `corrected`; one and the same in the microworld, where every item is right by construction.
-    split: of the microworld, `test` (default) or `val`; benchmarks with a root have one split.
+    split: of the microworld, `test` (default), `val`, or `heldout`, whose scenes hold combinations that no other split has (`compvl.counterparts.kept_out`); benchmarks with a root have one split.
     n: number of items; drawn without replacement by `seed`, order kept, where there is a root. seed also draws the microworld's.
     source: which of several kinds of files, where a root may hold more than one (REPLACE: `released` before `vl-checklist`).
 

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'W_ATTR', 'TCL_TABLE2', 'TABLE8', 'TABLE3', 'TABLE10', 'CAE_TABLE1',
-           'CAE_TABLE2', 'CAE_TABLE3', 'CAE_TABLE4', 'CAE_TABLE5', 'BASES', 'TRIPLETS', 'STANDARD', 'Profile',
-           'get_profile', 'Row', 'rows', 'train_config', 'row_model', 'base_config', 'ship_base', 'base_record',
-           'chance', 'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'Pieces', 'results', 'row_models',
-           'learning_curves', 'Claim', 'change', 'verdict', 'judge', 'findings', 'comparisons', 'choose_weight',
-           'Example', 'examples', 'turned']
+           'CAE_TABLE2', 'CAE_TABLE3', 'CAE_TABLE4', 'CAE_TABLE5', 'DOSE', 'UNSEEN', 'TOGETHER', 'BEYOND', 'BASES',
+           'TRIPLETS', 'STANDARD', 'Profile', 'get_profile', 'Row', 'rows', 'train_config', 'row_model', 'base_config',
+           'ship_base', 'base_record', 'chance', 'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'Pieces',
+           'results', 'row_models', 'learning_curves', 'Claim', 'change', 'verdict', 'judge', 'findings', 'comparisons',
+           'carried', 'drift', 'drift_correlation', 'recommend', 'advice', 'choose_weight', 'Example', 'examples',
+           'turned']
 
 # %% ../nbs/lib/34_experiments.ipynb #78345f8e
 import itertools, math, os, random, shutil, sys, time
@@ -109,7 +110,7 @@ def get_profile(name: str, data_root: str | Path | None = None) -> Profile:
     if not root.is_dir(): raise CompvlError(f"data root {root} is not a folder: give the folder of the downloads.")
     return replace(p, root=str(root))
 
-# %% ../nbs/lib/34_experiments.ipynb #58a64af9
+# %% ../nbs/lib/34_experiments.ipynb #f3ceb1db
 @dataclass(frozen=True)
 class Row:
     """A row of the papers' tables.
@@ -191,12 +192,24 @@ CAE_TABLE3 = [_THERE['clip'], *rows(*_CAE_ROWS, 'cae-average'), _THERE['clip-coc
 _CAE_BEST = replace(ROWS['cae-attention'], label='CLIP-CAE')    # Table 5 has the figures of the attention-based model under this name
 CAE_TABLE4 = [_THERE['clip'], _THERE['clip-coco'], _CAE_BEST, *(replace(r, group='the other attributions (not in the published table)') for r in rows(*_CAE_ROWS[1:]))]
 CAE_TABLE5 = [replace(r, group='') for r in (_THERE['clip'], ROWS['attr-only'], _THERE['clip-coco'], _CAE_BEST)]
+# What no paper has: the notebook 10_beyond
+_DIAL, _BOTH = 'share of rare words in hard negatives', 'together'
+DOSE = {m: {s: m if s == .3 else f'{m}-rare{s:g}' for s in (0., .3, .6, 1.)} for m in ('hn', 'hp+hn')}     # `FinetuneSet(rare_share=…)` -> row; .3 is that of all other rows
+ROWS |= {r.key: r for r in [
+    *(Row(key, f'{ROWS[m].label}, {100*s:.0f} % rare', _DIAL, method=m, data_options=dict(rare_share=s)) for m, by in DOSE.items() for s, key in by.items() if key not in ROWS),
+    Row('hp+hn+cae', 'Our HP+HN with CAE', _BOTH, attribution='attention', w_attr=W_ATTR['attention']),
+    Row('hp+hn+iter', 'Our HP+HN, negatives of 1 to 3 operations', _BOTH, kinds=('tcl-1', 'tcl-2', 'tcl-3', 'replace', 'swap'), data_options=dict(source='text', checked=True, rare_share=.3)),
+]}
+UNSEEN = ('clip', 'hn', 'hp+hn', 'swap-only', 'replace-only')     # judged on kinds of hard positives and on combinations that training did not have
+TOGETHER = [*rows('clip', 'clip-coco', 'hn', 'hp+hn', 'cae-attention'), *(r for r in ROWS.values() if r.group == _BOTH)]
+BEYOND = [r for r in {r.key: r for r in [*TABLE1, *TABLE3, *TOGETHER, *(r for r in ROWS.values() if r.group == _DIAL)]}.values() if r.source != 'bound']
 
-# %% ../nbs/lib/34_experiments.ipynb #5bd00172
+# %% ../nbs/lib/34_experiments.ipynb #66fc19e5
 def _coco_options(profile: Profile, row: Row) -> dict:
     "Files of COCO training data for a row. Raises CompvlError that names every missing one, and where it comes from."
-    if row.data_options.get('dense') or row.method == 'sds-clip':
-        raise CompvlError(f"{row.label} is trained in the microworld only ({'bags of captions' if row.method == 'dac' else 'a text-to-image model'} of photographs are not at hand): its released checkpoint, where there is one, is judged.")
+    if row.data_options.get('dense') or row.method == 'sds-clip' or row.group == _DIAL:
+        why = 'bags of captions of photographs are' if row.method == 'dac' else 'a text-to-image model of photographs is' if row.method == 'sds-clip' else 'hard negatives of COCO with another share of rare words are'
+        raise CompvlError(f"{row.label} is trained in the microworld only ({why} not at hand): its released checkpoint, where there is one, is judged.")
     weights = METHODS[row.method]
     needed = dict(hard_negatives=weights['w_hn'] if row.w_hn is None else row.w_hn, hard_positives=weights['w_hp'] if row.w_hp is None else row.w_hp)
     needed['hard_negatives'] = needed['hard_negatives'] or weights.get('negatives_in_batch')
@@ -461,7 +474,7 @@ class _Screen:
     def done(self, text):
         if self.handle is not None: self.write(text)
 
-# %% ../nbs/lib/34_experiments.ipynb #33811b39
+# %% ../nbs/lib/34_experiments.ipynb #fece53b6
 def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple[pd.DataFrame, dict]:
     "Tidy figures of chance, or of the oracle with its scores."
     if row.key == 'chance':
@@ -536,7 +549,7 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
 
     Writes `<out>/results/<name>.csv`, tidy, after each row, `<name>_summary.csv` over the seeds, and `<name>.json` with profile, configs and environment; keeps the scores by item in
     `<out>/results/parts`, training runs in `$COMPVL_RUNS`, or else in `<out>/runs`. Where a data root has a row's released checkpoint, that is evaluated. A row that
-    fails is reported in `problems` while the others go on; a benchmark without its files, in `missing`. `split`: of the microworld's benchmarks, 'test' (default) or 'val'. `joined`:
+    fails is reported in `problems` while the others go on; a benchmark without its files, in `missing`. `split`: of the microworld's benchmarks, 'test' (default), 'val' or 'heldout'. `joined`:
     means of columns, each with a name of its own as benchmark (group 'mean', metric 'accuracy').
     Bounds and pretrained rows have one seed."""
     rows, out, t0 = list(rows), Path(out), time.perf_counter()
@@ -553,7 +566,7 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
             start = bar.n - steps*((row.key, seed) in ahead)
             try: table, scores = _evaluated(row, seed, profile, found, keep, runs, lambda r: bar.update())
             except Exception as e:
-                if (row.source == 'bound' or profile.root and (row.base or row.group in (_THEIRS, _LOSSES, _OTHER))) and isinstance(e, CompvlError): missing[row.key] = str(e); continue
+                if (row.source == 'bound' or profile.root and (row.base or row.group in (_THEIRS, _LOSSES, _OTHER, _DIAL))) and isinstance(e, CompvlError): missing[row.key] = str(e); continue
                 res.problems[row.key] = str(e) if isinstance(e, CompvlError) else f'{type(e).__name__}: {e}'
                 continue
             finally:
@@ -656,6 +669,70 @@ def comparisons(res: Results, pairs: Iterable[tuple[str, str]], columns: Iterabl
             except KeyError: continue
             out.append({'pair': f'{ROWS[b].label} − {ROWS[a].label}', 'benchmark': c.benchmark, 'metric': c.metric} | {k: d[k] for k in ('a', 'b', 'diff', 'lo', 'hi', 'p')})
     return pd.DataFrame(out, columns=['pair', 'benchmark', 'metric', 'a', 'b', 'diff', 'lo', 'hi', 'p'])
+
+# %% ../nbs/lib/34_experiments.ipynb #5ef71331
+def carried(known: Results, new: Results, pair: tuple[str, str], figure: tuple[str, str, str]) -> dict:
+    """What row `pair[1]` gains over row `pair[0]` by a figure (benchmark, group, metric) on the items of two results: `known` and `new`, each with its 95 % interval (`known_lo`, …), and `diff` = new − known with `lo`, `hi`.
+
+    Rows are paired by item, the two sets of items are independent, seeds are resampled together. KeyError where a figure is not there."""
+    n_boot, gains, out = max(1000, known.profile.n_boot), [], {}
+    for name, res in dict(known=known, new=new).items():
+        d = res.difference((pair[0], *figure), (pair[1], *figure))
+        (x, w), (y, _) = (res.weighted(k, *figure) for k in pair)
+        gains.append(([b - a for a, b in zip(x, y)], w))
+        out |= {name: d['diff'], f'{name}_lo': d['lo'], f'{name}_hi': d['hi']}
+    (a, u), (b, v) = gains
+    diff, boot = seed_bootstrap([*b, *a], [*v, *(-w for w in u)], n_boot)
+    lo, hi, _ = resampled_difference(boot)
+    return out | dict(diff=diff, lo=lo, hi=hi)
+
+# %% ../nbs/lib/34_experiments.ipynb #369edbf8
+def drift(res: Results, start: str = 'clip', figures: Iterable[tuple[str, str]] = (('replace', 'macro'), ('swap', 'all')), metric: str = 'aug_acc') -> pd.DataFrame:
+    "A row a model and benchmark (name, group): `method`, `label`, `benchmark`, `start` and `score`, mean score of the caption at row `start` and at this one, `drift` = score − start, and `metric` with `lo`, `hi`; without the start itself and bounds."
+    at, labels = res.summary().set_index(['benchmark', 'group', 'method', 'metric']), {r.key: r.label for r in res.rows if r.source != 'bound'}
+    out = []
+    for (b, g), key in itertools.product(figures, labels):
+        if key == start or not {(b, g, key, 'mean_c'), (b, g, key, metric), (b, g, start, 'mean_c')} <= set(at.index): continue
+        first, c, m = at.value[b, g, start, 'mean_c'], at.value[b, g, key, 'mean_c'], at.loc[(b, g, key, metric)]
+        out.append((key, labels[key], b, first, c, c - first, m.value, m.lo, m.hi))
+    return pd.DataFrame(out, columns=['method', 'label', 'benchmark', 'start', 'score', 'drift', metric, 'lo', 'hi'])
+
+def drift_correlation(table: pd.DataFrame, metric: str = 'aug_acc', n_boot: int = 2000) -> pd.DataFrame:
+    "Spearman correlation (−1 to 1) of `drift` with `metric` over the rows of `drift`, by benchmark: `spearman` with its 95 % bootstrap interval over rows, `lo`, `hi`, and `n`; benchmarks with fewer than three rows are left out."
+    found = {b: Correlation(t.drift.reset_index(drop=True), t[metric].reset_index(drop=True), 'spearman').interval(n_boot) for b, t in table.groupby('benchmark', sort=False) if len(t) > 2}
+    return pd.DataFrame([(b, *(v/100 for v in i[:3]), i.n) for b, i in found.items()], columns=['benchmark', 'spearman', 'lo', 'hi', 'n'])
+
+# %% ../nbs/lib/34_experiments.ipynb #c6e74f78
+def recommend(res: Results, keys: Iterable[str], goals: dict[str, tuple[str, str, str]], less: Iterable[str] = ('brittleness',)) -> pd.DataFrame:
+    """The row to take for each goal, chosen on every other item of the figure (benchmark, group, metric) and judged on the others.
+
+    Returns a row a goal: `goal`, `best` and `next` (row keys; `next` came second where was chosen), `value` of the best and `ahead`, how much better it is than the next (positive is better), with its paired 95 % interval `lo`, `hi`, both on the items that did not choose; `as_good`: the
+    keys whose interval of that difference holds zero; `verdict`: *ahead* of all others, *behind* the next, or *undecided*. `less`: metrics of which less is better. Goals with figures of fewer than two rows are left out."""
+    n_boot, out = max(1000, res.profile.n_boot), []
+    for goal, figure in goals.items():
+        sign, found = -1 if figure[2] in less else 1, {}
+        for k in dict.fromkeys(keys):
+            try: found[k] = res.weighted(k, *figure)
+            except KeyError: continue
+        half = lambda k, h: [p[:, h::2] for p in found[k][0]]
+        order = sorted(found, key=lambda k: -sign*sum(w*p.mean() for p, w in zip(half(k, 0), found[k][1])))
+        if len(order) < 2: continue
+        best, weights = order[0], found[order[0]][1]
+        over = {}
+        for k in order[1:]:
+            diff, boot = seed_bootstrap([sign*(b - a) for a, b in zip(half(k, 1), half(best, 1))], weights, n_boot)
+            over[k] = (diff, *resampled_difference(boot)[:2])
+        diff, lo, hi = over[order[1]]
+        out.append((goal, best, order[1], sum(w*p.mean() for p, w in zip(half(best, 1), weights)), diff, lo, hi, tuple(k for k, (_, a, b) in over.items() if a <= 0 <= b), 'behind' if hi < 0 else 'ahead' if all(a > 0 for _, a, _ in over.values()) else 'undecided'))
+    return pd.DataFrame(out, columns=['goal', 'best', 'next', 'value', 'ahead', 'lo', 'hi', 'as_good', 'verdict'])
+
+def advice(table: pd.DataFrame, unit: str = 'points') -> str:
+    "What `recommend` found as a Markdown list, a sentence a goal."
+    f, label = lambda v, s='': f'{v:{s}.1f}'.replace('-', '−'), lambda k: ROWS[k].label if k in ROWS else k
+    def one(r):
+        said = dict(ahead=f'take **{label(r.best)}**', undecided=f"**undecided** between {label(r.best)} and {', '.join(map(label, r.as_good)) or 'others'}", behind=f'**undecided**: {label(r.best)} was chosen, and {label(r.next)} is better on the items that did not choose')[r.verdict]
+        return f"- {r.goal}: {said}. {label(r.best)} has {f(r.value)} on the items that did not choose, {f(r.ahead, '+')} {unit} better than {label(r.next)}, which came second [{f(r.lo, '+')}, {f(r.hi, '+')}]."
+    return '\n'.join(one(r) for r in table.itertuples())
 
 # %% ../nbs/lib/34_experiments.ipynb #143771b4
 def choose_weight(res: Results, keys: dict[float, str], figure: tuple[str, str, str], start: str) -> tuple[float, pd.DataFrame]:

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['BLACK', 'ORANGE', 'SKY', 'GREEN', 'YELLOW', 'BLUE', 'VERMILLION', 'PURPLE', 'STYLE', 'TEXTS', 'OPERATOR_COLORS',
            'style', 'look', 'Saved', 'save_figure', 'place_labels', 'short', 'front', 'score_shift', 'split_bars',
-           'order', 'draw_examples', 'changes', 'curves', 'draw_failures', 'operator_bars']
+           'order', 'draw_examples', 'changes', 'dose_response', 'fronts', 'drift_plot', 'curves', 'draw_failures',
+           'operator_bars']
 
 # %% ../nbs/lib/33_plots.ipynb #4116706b
 import base64, re, textwrap
@@ -23,7 +24,7 @@ from .core import CompvlError, atomic_write
 from .items import item_images, open_image
 from .tables import METRIC_TITLES, Column, published_cells
 
-# %% ../nbs/lib/33_plots.ipynb #4cc174dd
+# %% ../nbs/lib/33_plots.ipynb #91e9cb6b
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = '#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7'
 STYLE = {'clip': (BLACK, 'o'), 'clip-coco': ('#888888', 's'), 'hn': (VERMILLION, '^'), 'hp+hn': (BLUE, 'D'), 'swap-only': (SKY, 'v'), 'replace-only': (GREEN, 'P'),
          'hp+0hn': ('#bd93d8', 'X'), 'hp+0.25hn': ('#9c69c2', 'X'), 'hp+0.5hn': ('#7b45a5', 'X'), 'hp+0.75hn': ('#52227b', 'X')}
@@ -31,6 +32,8 @@ STYLE |= {f'cae-{k}{hn}': look for k, look in dict(attention=(ORANGE, '<'), grad
 STYLE['attr-only'] = ('#a08c00', '*')
 STYLE |= {'negclip': (ORANGE, 'o'), 'crepe-swap': ('#a86f00', '<'), 'crepe-replace': ('#f7c95f', '>'), 'svlc': (PURPLE, 's'), 'svlc+pos': ('#8a3d66', 'P'), 'dac-llm': ('#a08c00', 'p'), 'dac-sam': ('#57501c', 'h'), 'sds-clip': ('#8b5a2b', 'd')}
 STYLE |= {'tcl-1': ('#7fcdbb', 'v'), 'tcl-2': ('#1d91c0', 's'), 'tcl-3': ('#0c2c84', '^'), 'tcl-mix': (PURPLE, '*')}
+STYLE |= {f'{m}-rare{s}': (c, look[1]) for m, look in dict(hn=STYLE['hn'], **{'hp+hn': STYLE['hp+hn']}).items() for s, c in zip(('0', '0.6', '1'), ('#f4b183', '#a84a00', '#6e3000') if m == 'hn' else ('#8cc4ea', '#00508a', '#002f55'))}
+STYLE |= {'hp+hn+cae': (PURPLE, 'D'), 'hp+hn+iter': (GREEN, 'D')}
 STYLE |= {'clip-small': (SKY, 'v'), 'vit-b-16': (BLUE, 's'), 'vit-l-14': (BLUE, '^'), 'rn50': (ORANGE, 'P'), 'roberta': (PURPLE, 'X'), 'datacomp': (GREEN, 'D'), 'xvlm': (VERMILLION, '*')}
 TEXTS = {'c': ('caption', GREEN, 'o'), 'n': ('hard negative', VERMILLION, 'X'), 'p': ('hard positive', BLUE, 'D')}   # markers of s(c), s(c_n), s(c_p)
 
@@ -60,7 +63,7 @@ def save_figure(fig, out, name: str) -> Saved:
     plt.close(fig)
     return Saved(**files, width=round(80*fig.get_figwidth()))
 
-# %% ../nbs/lib/33_plots.ipynb #c3f26b93
+# %% ../nbs/lib/33_plots.ipynb #45413911
 def place_labels(ax, xs, ys, labels, colors, avoid=(), size=8):
     """Write `labels` beside the points (xs, ys) of `ax`, off the points, off those of `avoid` ([n, 2], in data), and off each other; those that
     end up far from their point get a thin line."""
@@ -87,7 +90,7 @@ def place_labels(ax, xs, ys, labels, colors, avoid=(), size=8):
         ax.annotate(label, at, middle, textcoords='figure fraction', fontsize=size, color=color, ha='center', va='center', zorder=5, path_effects=[withStroke(linewidth=2, foreground='white')],
                     arrowprops=dict(arrowstyle='-', color=color, lw=.5, shrinkA=0, shrinkB=4) if r > 14 else None)
 
-# %% ../nbs/lib/33_plots.ipynb #7fbada78
+# %% ../nbs/lib/33_plots.ipynb #8c874b73
 _SHORT = {'CLIP ViT-B/32': 'CLIP', 'Our HP+HN (Swap-only)': 'Swap-only', 'Our HP+HN (Replace-only)': 'Replace-only'}
 def short(label: str) -> str:
     "A row's label as figures have it: where it tells a model's name and what stands for it here, the latter."
@@ -133,7 +136,7 @@ def front(summary: pd.DataFrame, rows: Sequence, names: Sequence[str] = ('hard_p
             if pts: place_labels(ax, *zip(*pts), avoid)
     return fig
 
-# %% ../nbs/lib/33_plots.ipynb #7d08c7e5
+# %% ../nbs/lib/33_plots.ipynb #be7060bb
 def score_shift(summary: pd.DataFrame, rows: Sequence, measured: str = 'microworld'):
     "Mean scores of caption, hard negative and hard positive by row, on REPLACE and SWAP. Returns the figure."
     with style():
@@ -152,7 +155,7 @@ def score_shift(summary: pd.DataFrame, rows: Sequence, measured: str = 'microwor
         fig.legend(handles=[Line2D([], [], marker=m, ls='', color=c, label=n) for n, c, m in TEXTS.values()], loc='outside upper right', ncols=3, title=f'{measured} (measured)', alignment='right')
     return fig
 
-# %% ../nbs/lib/33_plots.ipynb #3fd7e72a
+# %% ../nbs/lib/33_plots.ipynb #32b59bc0
 def split_bars(summary: pd.DataFrame, rows: Sequence, measured: str = 'microworld'):
     "Original accuracy, augmented accuracy and brittleness on REPLACE's relations and attributes by row, with chance. Returns the figure."
     from compvl.metrics import CHANCE
@@ -171,7 +174,7 @@ def split_bars(summary: pd.DataFrame, rows: Sequence, measured: str = 'microworl
         fig.legend(handles=[*(plt.Rectangle((0, 0), 1, 1, color=c, label=p) for p, c in parts.items()), Line2D([], [], color='#555555', ls=':', label='chance')], loc='outside upper right', ncols=3, title=f'{measured} (measured)', alignment='right')
     return fig
 
-# %% ../nbs/lib/33_plots.ipynb #a0cca36c
+# %% ../nbs/lib/33_plots.ipynb #6e10aea9
 def order(scores: Sequence[float]) -> tuple[str, str]:
     "Order of s(c), s(c_n), s(c_p) as text, and what it means: 'right', 'brittle', 'wrong' (the hard negative on top) or 'tie'."
     c, n, p = scores
@@ -213,7 +216,7 @@ def draw_examples(items: Sequence, rows: Sequence, size: int = 224):
         axes[-1, 2].set_xlabel('score (cosine)')
     return fig
 
-# %% ../nbs/lib/33_plots.ipynb #0016f9b2
+# %% ../nbs/lib/33_plots.ipynb #e943b289
 def changes(res, base, rows: Sequence, columns: Sequence[Column], names: Sequence[str] = (), xlabel: str = 'change, percentage points'):
     """Differences of `rows` from the row `base` on `columns`, with 95 % intervals; those of the published tables `names` as hollow marks. Returns the figure.
 
@@ -237,7 +240,78 @@ def changes(res, base, rows: Sequence, columns: Sequence[Column], names: Sequenc
         if handles: fig.legend(handles, labels, loc='outside upper center', ncols=min(4, len(labels)), frameon=False)
     return fig
 
-# %% ../nbs/lib/33_plots.ipynb #871aa56b
+# %% ../nbs/lib/33_plots.ipynb #0a194777
+def dose_response(summary: pd.DataFrame, doses: dict[str, dict[float, str]], panels: Sequence[tuple[str, str, str]], metrics: Sequence[str], labels: dict[str, str] | None = None, marks: dict[str, pd.DataFrame] | None = None, start: str = 'clip', xlabel: str = 'dose'):
+    """Figures over a dose, with 95 % intervals. Returns the figure.
+
+    `summary`: as for `compvl.tables.beside`; `doses`: {row key of the line's colour: {dose: row key}}; `panels`: (title, benchmark, group), a column each; `metrics`: a line of panels each. `labels`: of the lines. `start`: row drawn as a dashed line.
+    `marks`: {panel's title: table of `label`, `x`, `lo`, `hi`}, doses measured elsewhere, drawn in a strip below the panel."""
+    deep = max((len(t) for t in (marks or {}).values()), default=0)
+    with style():
+        fig, axes = plt.subplots(len(metrics) + bool(deep), len(panels), figsize=(3.5*len(panels) + .6, 2.35*len(metrics) + .26*deep + .9), layout='constrained', squeeze=False, sharex=True,
+                                 gridspec_kw=dict(height_ratios=[2.35]*len(metrics) + [.26*deep + .12]*bool(deep)))
+        for col, (title, name, group) in enumerate(panels):
+            for ax, m in zip(axes[:, col], metrics):
+                for key, by in doses.items():
+                    color, marker = look(key)
+                    pts = [(x, c) for x, k in sorted(by.items()) if (c := _cell(summary, k, name, group, m)) is not None]
+                    if pts: ax.errorbar([x for x, _ in pts], [c.value for _, c in pts], yerr=np.hstack([_err(c) for _, c in pts]), fmt='-' + marker, color=color, ecolor=to_rgba(color, .45), ms=6, lw=1.5, elinewidth=1, label=(labels or {}).get(key, key))
+                base = _cell(summary, start, name, group, m)
+                if base is not None: ax.axhline(base.value, color='#777777', lw=1, ls='--', label=(labels or {}).get(start, start))
+                ax.grid(color='#eeeeee', lw=.8); ax.set_axisbelow(True)
+                if not col: ax.set_ylabel(dict(mean_c='mean score of c', mean_n='mean score of cₙ', mean_p='mean score of cₚ').get(m) or f'{METRIC_TITLES[m]} (%)')
+            axes[0, col].set_title(title); axes[-1, col].set_xlabel(xlabel)
+            if not deep: continue
+            ax, t = axes[-1, col], (marks or {}).get(title)
+            for s in ('left',): ax.spines[s].set_visible(False)
+            ax.tick_params(axis='y', length=0); ax.set(ylim=(deep - .4, -.6), yticks=[]); ax.grid(axis='x', color='#eeeeee', lw=.8); ax.set_axisbelow(True)
+            for y, r in enumerate(t.itertuples() if t is not None else ()):
+                ax.errorbar(r.x, y, xerr=[[r.x - r.lo], [r.hi - r.x]], fmt='|', color='#333333', ms=9, mew=1.6, lw=1)
+                side = 1 if r.x < axes[0, col].get_xlim()[1]*.55 else -1
+                ax.annotate(r.label, (r.hi if side > 0 else r.lo, y), (5*side, 0), textcoords='offset points', va='center', ha='left' if side > 0 else 'right', fontsize=8)
+        handles, said = axes[0, 0].get_legend_handles_labels()
+        if handles: fig.legend(handles, said, loc='outside upper right', ncols=len(said))
+    return fig
+
+# %% ../nbs/lib/33_plots.ipynb #123d8190
+def fronts(summary: pd.DataFrame, path: Sequence, others: Sequence, panels: Sequence[tuple[str, str, str]], x: str = 'aug_acc', cols: int = 4):
+    "Brittleness over accuracy (`x`: 'orig_acc' or 'aug_acc') with 95 % intervals, a panel each (title, benchmark, group): rows of `path` joined by a line, and `others` without. Returns the figure."
+    tall = -(-len(panels)//cols)
+    with style():
+        fig, axes = plt.subplots(tall, min(cols, len(panels)), figsize=(2.9*min(cols, len(panels)), 2.6*tall + .8), layout='constrained', squeeze=False)
+        for ax in axes.flat[len(panels):]: ax.axis('off')
+        for ax, (title, name, group) in zip(axes.flat, panels):
+            line = []
+            for k, r in enumerate([*path, *others]):
+                a, b = (_cell(summary, r.key, name, group, m) for m in (x, 'brittleness'))
+                if a is None or b is None: continue
+                color, marker = look(r.key, k)
+                ax.errorbar(a.value, b.value, xerr=_err(a), yerr=_err(b), fmt=marker, color=color, ecolor=to_rgba(color, .35), ms=6, elinewidth=1, zorder=3)
+                if r in path: line.append((a.value, b.value))
+            if len(line) > 1: ax.plot(*np.array(line).T, color='#9455bb', lw=1, zorder=2)
+            ax.set_title(title); ax.margins(.1); ax.grid(color='#eeeeee', lw=.8); ax.set_axisbelow(True)
+        fig.supxlabel(f'{METRIC_TITLES[x]} (%)', fontsize=10); fig.supylabel('brittleness (%)', fontsize=10)
+        fig.legend(handles=[Line2D([], [], marker=look(r.key, k)[1], ls='', color=look(r.key, k)[0], label=short(r.label)) for k, r in enumerate([*path, *others])], loc='outside upper center', ncols=len(path) + len(others), handletextpad=.2, columnspacing=1.2)
+    return fig
+
+# %% ../nbs/lib/33_plots.ipynb #e772867b
+def drift_plot(table: pd.DataFrame, correlation: pd.DataFrame, metric: str = 'aug_acc'):
+    "What `compvl.experiments.drift` and `drift_correlation` give: `metric` over the drift of the caption's mean score, a panel a benchmark. Returns the figure."
+    names = list(dict.fromkeys(table.benchmark))
+    with style():
+        fig, axes = plt.subplots(1, max(1, len(names)), figsize=(5.4*max(1, len(names)), 4.6), layout='constrained', squeeze=False)
+        for ax, b in zip(axes[0], names):
+            t, rho = table[table.benchmark == b], correlation[correlation.benchmark == b]
+            for k, r in enumerate(t.itertuples()): ax.errorbar(r.drift, getattr(r, metric), yerr=[[max(0, getattr(r, metric) - r.lo)], [max(0, r.hi - getattr(r, metric))]], fmt=look(r.method, k)[1], color=look(r.method, k)[0], ecolor=to_rgba(look(r.method, k)[0], .35), ms=6, elinewidth=1)
+            said = ''.join(f': ρ = {c.spearman:.2f} [{c.lo:.2f}, {c.hi:.2f}], {c.n} rows' for c in rho.itertuples()).replace('-', '−')
+            ax.set(title=b.upper() + said, xlabel='drift of the mean score of c', ylabel=f'{METRIC_TITLES[metric]} (%)'); ax.axvline(0, color='#888888', lw=1, zorder=0); ax.margins(.12); ax.grid(color='#eeeeee', lw=.8); ax.set_axisbelow(True)
+        fig.canvas.draw(); fig.set_layout_engine('none')
+        for ax, b in zip(axes[0], names):
+            t = table[table.benchmark == b]
+            place_labels(ax, t.drift, t[metric], [short(x) for x in t.label], [look(m, k)[0] for k, m in enumerate(t.method)], size=7)
+    return fig
+
+# %% ../nbs/lib/33_plots.ipynb #8292ebc8
 def curves(log: pd.DataFrame, rows: Sequence, metrics: Sequence[str], titles: dict | None = None, smooth: int = 9):
     """A panel a metric, a line a row. `log`: as of `compvl.experiments.learning_curves`: columns `method`, `seed`, `step` and the metrics; `smooth`: steps of the running mean, at most a tenth of them. Returns the figure."""
     with style():
@@ -250,7 +324,7 @@ def curves(log: pd.DataFrame, rows: Sequence, metrics: Sequence[str], titles: di
         fig.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside right upper')
     return fig
 
-# %% ../nbs/lib/33_plots.ipynb #902740f9
+# %% ../nbs/lib/33_plots.ipynb #44d81381
 _SAID = dict(caption=('s_c', True), hard_negative=('s_n', False), hard_positive=('s_p', True), foil=('s_f', False), sentence=(None, True))
 
 def _lines(item, row) -> list[tuple[str, str]]:
@@ -285,7 +359,7 @@ def draw_failures(failures: Sequence[tuple], size: int = 224):
             for k, (line, color) in enumerate(lines): text.text(0, top - k*step, line, color=color, fontsize=9, va='top', transform=text.transAxes)
     return fig
 
-# %% ../nbs/lib/33_plots.ipynb #b5221e63
+# %% ../nbs/lib/33_plots.ipynb #3f33226c
 OPERATOR_COLORS = dict(swap=BLUE, replace=SKY, add=GREEN, negate=YELLOW, other='#d5d5d5')
 
 def operator_bars(shares: pd.DataFrame, mark: float | None = None, mark_label: str = ''):

@@ -17,23 +17,25 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def plan(profile):
-    """(row key, seed, benchmarks), in order."""
+    """(row key, seed, {split of the microworld: benchmarks}), in order; None is the default split."""
     from compvl.benchmarks import expand
-    from compvl.experiments import CAE_TABLE1, CAE_TABLE2, CAE_TABLE3, CAE_TABLE4, CAE_TABLE5, STANDARD, TABLE1, TABLE3, TABLE10, TCL_TABLE2, TRIPLETS
+    from compvl.experiments import BEYOND, CAE_TABLE1, CAE_TABLE2, CAE_TABLE3, CAE_TABLE4, CAE_TABLE5, STANDARD, TABLE1, TABLE3, TABLE10, TCL_TABLE2, TOGETHER, TRIPLETS, UNSEEN, rows
     composition = ["aro-relation", "aro-attribution", "sugarcrepe", "vl-checklist-relation", "vl-checklist-attribute", "valse-relation", "svo-probes", "comvg", "winoground-compositional"]
     asked = {}
-    for tables, names in [((TABLE1, TABLE3), [*TRIPLETS, *STANDARD]), ((CAE_TABLE1, CAE_TABLE2, CAE_TABLE5), composition), ((CAE_TABLE3, TABLE10), ["standard"]), ((CAE_TABLE4,), ["sickr", "stsb"]), ((TCL_TABLE2,), [*TRIPLETS, *composition[:6], "coco-retrieval"])]:
-        for r in (r for t in tables for r in t if r.source == "trained"): asked.setdefault(r.key, {}).update(dict.fromkeys(expand(names, True)))
-    return [(k, s, list(asked[k])) for s in profile.seeds for k in asked]
+    for tables, names, split in [((TABLE1, TABLE3), [*TRIPLETS, *STANDARD], None), ((CAE_TABLE1, CAE_TABLE2, CAE_TABLE5), composition, None), ((CAE_TABLE3, TABLE10), ["standard"], None), ((CAE_TABLE4,), ["sickr", "stsb"], None),
+                                 ((TCL_TABLE2,), [*TRIPLETS, *composition[:6], "coco-retrieval"], None),
+                                 ((BEYOND,), [*TRIPLETS, STANDARD[0]], None), ((TOGETHER,), ["aro-relation", "aro-attribution"], None), ((rows(*UNSEEN),), ["hard-positive-kinds", "combinations"], None), ((rows(*UNSEEN),), ["combinations"], "heldout")]:
+        for r in (r for t in tables for r in t if r.source == "trained"): asked.setdefault(r.key, {}).setdefault(split, {}).update(dict.fromkeys(expand(names, True)))
+    return [(k, s, {split: list(names) for split, names in asked[k].items()}) for s in profile.seeds for k in asked]
 
 
 def one(name, key, seed):
     """Make one piece, in this process."""
     from compvl.experiments import ROWS, get_profile, results
     p = get_profile(name)
-    benchmarks = next(b for k, s, b in plan(p) if (k, s) == (key, seed))
+    by_split = next(b for k, s, b in plan(p) if (k, s) == (key, seed))
     with tempfile.TemporaryDirectory() as out:
-        results([ROWS[key]], benchmarks, replace(p, seeds=(seed,)), out, "piece", progress=False).check()
+        for split, names in by_split.items(): results([ROWS[key]], names, replace(p, seeds=(seed,)), out, f"piece-{split}", progress=False, split=split).check()
 
 
 def main():

@@ -149,7 +149,7 @@ def test_a_failing_benchmark_file_says_what_is_needed(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("notebook, table, says", [("01_brittleness", "table1", ["visual_genome_attribution.json", "Our HN", "73.9"]), ("02_ratio_ablation", "table3", ["visual_genome_attribution.json", "Our HN", "73.9"]),
-                                                   ("03_standard_zeroshot", "table10", ["imagenet", "Our HN", "50.4"]), ("05_attribution", None, []), ("06_cae", "table1", ["ComVG.csv", "CLIP-FT", "64.9"]), ("07_text_similarity", "table4", ["SICK", "CLIP-FT", "66.3"]), ("09_iterated_operators", "table2", ["visual_genome_attribution.json", "HN, k = 1"])])
+                                                   ("03_standard_zeroshot", "table10", ["imagenet", "Our HN", "50.4"]), ("05_attribution", None, []), ("06_cae", "table1", ["ComVG.csv", "CLIP-FT", "64.9"]), ("07_text_similarity", "table4", ["SICK", "CLIP-FT", "66.3"]), ("09_iterated_operators", "table2", ["visual_genome_attribution.json", "HN, k = 1"]), ("10_beyond", None, [])])
 def test_a_paper_notebook_runs_to_its_end_without_any_files(notebook, table, says, tmp_path):
     pytest.importorskip("papermill")
     (tmp_path/"empty").mkdir()

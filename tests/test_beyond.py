@@ -1,0 +1,43 @@
+"""What the notebook 10_beyond asks of other modules: rows that leave those of the papers as they were, pieces of all that it shows, and combinations that no training text has."""
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from compvl.benchmarks import load_benchmark
+from compvl.core import CompvlError
+from compvl.counterparts import kept_out
+from compvl.experiments import BEYOND, DOSE, PROFILES, ROWS, STANDARD, TOGETHER, TRIPLETS, UNSEEN, train_config
+from compvl.microworld import FinetuneSet, PretrainSet
+from compvl.train import run_name
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_dial_makes_other_runs_and_leaves_the_papers_rows_alone():
+    names = {k: run_name(train_config(ROWS[k], PROFILES["smoke"])) for by in DOSE.values() for k in by.values()}
+    assert len(set(names.values())) == len(names) == 8
+    said = replace(ROWS["hn"], data_options=dict(rare_share=.3))
+    assert run_name(train_config(said, PROFILES["smoke"])) == names["hn"]      # .3 is what all other rows have
+
+
+def test_rows_of_the_dial_need_the_microworld(tmp_path):
+    with pytest.raises(CompvlError, match="microworld only.*rare words"): train_config(ROWS["hn-rare1"], replace(PROFILES["paper"], root=str(tmp_path)))
+
+
+def test_pieces_are_made_of_all_that_the_notebook_shows():
+    spec = importlib.util.spec_from_file_location("pieces", ROOT/"scripts/pieces.py")
+    pieces = importlib.util.module_from_spec(spec); spec.loader.exec_module(pieces)
+    asked = {k: by for k, s, by in pieces.plan(PROFILES["micro-full"]) if s == 0}
+    assert {r.key for r in BEYOND if r.source == "trained"} <= set(asked) and all({*TRIPLETS, STANDARD[0]} <= set(asked[r.key][None]) for r in BEYOND if r.source == "trained")
+    assert all({"aro-relation", "aro-attribution"} <= set(asked[r.key][None]) for r in TOGETHER if r.source == "trained")
+    for k in set(UNSEEN) - {"clip"}: assert {"hard-positive-kinds", "combinations"} <= set(asked[k][None]) and asked[k]["heldout"] == ["combinations"]
+
+
+def test_training_says_no_kept_out_combination_but_falsely():
+    told = [(c, p, n) for ds in (FinetuneSet(1500), PretrainSet(1500)) for c, n, p in map(ds.texts, range(1500))]
+    assert not any(kept_out(t) for c, p, _ in told for t in (c, p) if t)
+    assert any(kept_out(n) for _, _, n in told if n)
+    assert all(kept_out(i.caption) for i in load_benchmark("combinations", n=60, split="heldout").items)
+    assert not any(kept_out(i.caption) for i in load_benchmark("combinations", n=60).items)
