@@ -22,7 +22,7 @@ from .experiments import CAE_TABLE1, CAE_TABLE3, PROFILES, TABLE1, TABLE10, W_AT
 from .plots import GREEN, VERMILLION, style
 from .tables import ACCURACY, COMPOSITION, MEAN_SCORES, ORIGINAL_SCORE, RETRIEVAL, ZERO_SHOT, Column, published, published_cells
 
-# %% ../nbs/lib/41_claims.ipynb #245f5ad4
+# %% ../nbs/lib/41_claims.ipynb #ff75e429
 VERDICTS = ('reproduced', 'not reproduced', 'undecided', 'no data')
 
 class Store:
@@ -50,7 +50,7 @@ class Store:
         "The table, or None where there is none. A stem without a number is that of a table that no profile made, such as `operator_shares`."
         if stem not in self._tables:
             path = next((p for f in self._folders(stem) if (p := f/f'{stem}.csv').exists()), None)
-            self._tables[stem] = None if path is None else pd.read_csv(path)
+            self._tables[stem] = None if path is None else pd.read_csv(path, float_precision='round_trip')
         return self._tables[stem]
 
     def record(self, number: str) -> dict:

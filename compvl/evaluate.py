@@ -155,7 +155,7 @@ def item_scores(model, benchmark: Benchmark | str, *, cache=None, device=None, b
     scorer = scorer_of(model, cache, batch_size, progress)
     with scorer.on(device): return _score(benchmark, scorer, skip_damaged)
 
-# %% ../nbs/lib/31_evaluate.ipynb #53acfd55
+# %% ../nbs/lib/31_evaluate.ipynb #3370c760
 @lru_cache
 def _code() -> str:
     "A hash of the code that a score depends on beside weights and items."
@@ -176,7 +176,7 @@ class Kept:
         "The scores, with the attributes they had and the `commit` that made them; None where they are not there or not readable."
         try:
             meta = read_json(self.folder/f'{key}.json')
-            t = pd.read_csv(self.folder/f'{key}.csv.gz', dtype=meta['dtypes'], keep_default_na=False)
+            t = pd.read_csv(self.folder/f'{key}.csv.gz', dtype=meta['dtypes'], keep_default_na=False, float_precision='round_trip')
         except (CompvlError, OSError, EOFError, ValueError): return None
         t.attrs |= meta['attrs']
         return t

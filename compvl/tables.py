@@ -18,11 +18,11 @@ import numpy as np, pandas as pd
 
 from .core import atomic_write, config_hash, data_dir, pick
 
-# %% ../nbs/lib/32_tables.ipynb #f8333574
+# %% ../nbs/lib/32_tables.ipynb #1f2c235c
 def published(name: str) -> pd.DataFrame:
     "A published table as it stands in `data/paper/<name>.csv`. Raises CompvlError for an unknown name."
     folder = data_dir()/'paper'
-    return pd.read_csv(folder/f"{pick(name, sorted(p.stem for p in folder.glob('*.csv')), 'published table')}.csv")
+    return pd.read_csv(folder/f"{pick(name, sorted(p.stem for p in folder.glob('*.csv')), 'published table')}.csv", float_precision='round_trip')
 
 _LONG = {('hard_positives_table9', 'CLIP'): 'CLIP ViT-B/32'}   # shortened there
 
