@@ -57,7 +57,7 @@ def keep(out: Path):
     for old in folder.iterdir():
         if old.is_file():  # pieces of runs, in a folder of their own, stay
             old.unlink()
-    tables = [p for p in sorted((out / "tables").glob("*.csv")) if p.stem.rsplit("_", 1)[-1] in ("findings", "transfer", "pairs", "steps", "regime", "shares", "truth", "gap", "effects", "choice", "ledger", "evidence")]
+    tables = [p for p in sorted((out / "tables").glob("*.csv")) if not p.with_suffix(".md").exists()]  # those with .md and .html are views of the results
     for path in [*kept, *sorted((out / "results").glob("*.csv")), *tables]:
         shutil.copy(path, folder)
     times(out, folder)
