@@ -37,5 +37,6 @@ setup(
         "compvl._data": ["paper/*", "microworld/*", "microworld/models/*", "text/*", "results/**/*.csv", "results/**/*.json"],
         "compvl._notebooks": ["*.ipynb"],
     },
+    exclude_package_data={"compvl._data": ["results/*/pieces/*"]},
     zip_safe=False,
 )

@@ -33,7 +33,7 @@ def select_notebooks(wanted: list[str] | None = None, folder: str | Path | None 
             raise CompvlError(f"Unknown notebook {want!r}: choose among {', '.join(p.stem for p in paths)}.")
     return [p for p in paths if not wanted or any(matches(w, p.stem) for w in wanted)]
 
-# %% ../nbs/lib/37_reproduce.ipynb #0d8344cb
+# %% ../nbs/lib/37_reproduce.ipynb #14fafb2c
 def _digest(paths) -> str:
     "Hash of the contents of files, and of their names."
     h = hashlib.sha256()
@@ -43,7 +43,7 @@ def _digest(paths) -> str:
 def _surroundings() -> str:
     "Hash of what every notebook depends on: code, compute libraries, shipped data."
     code = [p for p in Path(compvl.core.__file__).parent.glob("*.py") if p.stem not in ("reproduce", "report", "cli", "_modidx")]
-    data = [p for part in ("paper", "microworld") for p in (data_dir()/part).glob("*") if p.is_file()]
+    data = [p for part in ("paper", "microworld") for p in (data_dir()/part).rglob("*") if p.is_file()]
     libs = [(name, importlib.metadata.version(name)) for name in ("torch", "open_clip_torch", "numpy", "pandas")]
     return config_hash([_digest(code), _digest(data), libs])
 
