@@ -20,10 +20,7 @@ reproduce: $(STAMP)
 test: $(STAMP)
 	$(PY) scripts/check.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/nbdev_test --path nbs/lib --n_workers 2 --do_print --timing
-	@echo "compvl reproduce --profile smoke, in two halves at a time; then what they left or did not get done" && \
-	  tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && export OMP_NUM_THREADS=1 && \
-	  smoke() { COMPVL_RUNS="$$tmp/$$1" && export COMPVL_RUNS && shift && $(PY) -m compvl.cli reproduce "$$@" --profile smoke --out "$$tmp/out"; } && \
-	  { (smoke a '0[0-5]_*' '08_*') & (smoke b '06_*' '07_*' '09_*' '10_*') & wait; } && smoke a
+	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && OMP_NUM_THREADS=1 COMPVL_RUNS="$$tmp/runs" $(PY) -m compvl.cli reproduce --profile smoke --out "$$tmp/out"
 	$(PY) -m pytest -q tests
 
 bench: $(STAMP)

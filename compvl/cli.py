@@ -25,7 +25,7 @@ def _print_json(obj) -> None:
     "One JSON value on stdout."
     typer.echo(json.dumps(obj, indent=1, default=str))
 
-# %% ../nbs/lib/38_cli.ipynb #c38f08e7
+# %% ../nbs/lib/38_cli.ipynb #96ad2e8a
 @app.command(epilog="Example:  [bold]compvl reproduce 01 06_cae --profile smoke --out reproduction[/]")
 def reproduce(
     notebooks: Annotated[Optional[list[str]], typer.Argument(help="Names, numbers or patterns of paper notebooks; all where none is given.")] = None,
@@ -33,11 +33,12 @@ def reproduce(
     data_root: Annotated[Optional[Path], typer.Option(help="Folder of the downloads that the profile paper needs.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for notebooks, tables, figures, runs and index.html.")] = Path("reproduction"),
     force: Annotated[bool, typer.Option("--force", help="Run what is up to date as well.")] = False,
+    jobs: Annotated[Optional[int], typer.Option(min=1, help="Notebooks at a time, each in a process of its own; by default several in the profile smoke, else one, which trains several models at a time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ):
     "Run the paper notebooks and write a page that leads to their tables and figures. Exit status 1 where one failed, 130 after Ctrl-C."
     from compvl.reproduce import reproduce as run
-    summary = run(notebooks, profile, data_root, out, force)
+    summary = run(notebooks, profile, data_root, out, force, jobs=jobs)
     if as_json: _print_json(summary.to_dict())
     if any(r.status == "interrupted" for r in summary.results): raise typer.Exit(130)
     if not summary.ok: raise typer.Exit(1)

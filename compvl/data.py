@@ -6,7 +6,7 @@
 __all__ = ['decode', 'ImageFolder', 'ImageCache', 'crop_flip', 'read_aligned', 'ImageStream', 'CaptionedImages', 'CocoCaptions',
            'index_shard', 'Shards', 'ShardCaptions', 'load_train_data']
 
-# %% ../nbs/lib/21_data.ipynb #fe05b53d
+# %% ../nbs/lib/21_data.ipynb #0c51a571
 import hashlib, io, json, os, shutil, tarfile, warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +22,11 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 from tqdm import tqdm
 
-from .core import CompvlError, atomic_write, cache_dir, config_hash, iter_jsonl, pick, read_json, require
+from .core import CompvlError, atomic_write, cache_dir, config_hash, cores, iter_jsonl, pick, read_json, require
 from .microworld import FinetuneSet, PretrainSet
 from .positives import subsample
 
-# %% ../nbs/lib/21_data.ipynb #d314b3e1
+# %% ../nbs/lib/21_data.ipynb #1c7ff9cb
 def decode(path, size: int) -> torch.Tensor:
     """The image in `path` (or an open binary file) as RGB, its shorter side resized to `size` (bicubic), the centre cut out: uint8 [3, size, size].
 
@@ -54,7 +54,7 @@ def _try_decode(source, i, size):
     try: return decode(source.open(i), size)
     except Exception as e: return f'{type(e).__name__}: {e}'   # PIL's readers raise anything for bytes that are not an image
 
-def _threads(workers): return workers or min(16, os.cpu_count() or 1)
+def _threads(workers): return workers or min(16, cores())
 
 class ImageCache:
     """Images of a source as one array: `images`, uint8 [N, 3, size, size], a tensor; `take(rows)` copies out some of them.

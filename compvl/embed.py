@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Shards', 'processes', 'together', 'share', 'inference', 'Embedder', 'CrossEmbedder', 'Deferred', 'scorer_of']
 
-# %% ../nbs/lib/30_embed.ipynb #7319f608
-import hashlib, itertools, re, time, warnings
+# %% ../nbs/lib/30_embed.ipynb #98535122
+import hashlib, itertools, re, threading, time, warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,7 +88,7 @@ def share(items: Sequence, work: Callable[[Sequence], Iterable]) -> list:
     parts = list(together(list(work(part)) for part in [items[rank::world]]))
     return [parts[k % world][k // world] for k in range(len(items))]
 
-# %% ../nbs/lib/30_embed.ipynb #c41637c5
+# %% ../nbs/lib/30_embed.ipynb #2304d82a
 @contextmanager
 def inference(model, device=None):
     "The model in eval mode on `device` (default: where it is), without gradients; its mode and place are restored afterwards."
@@ -122,7 +122,21 @@ def _renderer() -> str:
 
 def _scene_key(scene: Scene) -> bytes: return _key(f'{scene.key()} {_renderer()}')
 
-# %% ../nbs/lib/30_embed.ipynb #b207de71
+class _Pictures:
+    "`microworld.render` with a memory of so many bytes, the oldest picture first to go: models one after another are asked about the same scenes."
+    def __init__(self, limit: int = 2**28): self.limit, self.kept, self.bytes, self.lock = limit, {}, 0, threading.Lock()
+    def __call__(self, keys: Sequence[bytes], scenes: Sequence[Scene], size: int) -> Tensor:
+        "The scenes of these keys, uint8 [B, 3, size, size]."
+        with self.lock:
+            new = {k: s for k, s in zip(keys, scenes) if (k, size) not in self.kept}
+            for k, x in zip(new, microworld.render([*new.values()], size) if new else ()): self.kept[k, size] = x.clone(); self.bytes += x.nbytes
+            out = torch.stack([self.kept[k, size] for k in keys])
+            while self.bytes > self.limit: self.bytes -= self.kept.pop(next(iter(self.kept))).nbytes
+            return out
+
+_pictures = _Pictures()
+
+# %% ../nbs/lib/30_embed.ipynb #e352dd90
 class _Store:
     "Features by key in memory, read from and added to shards on disk where there are any."
     def __init__(self, folder=None, every=60):
@@ -230,10 +244,10 @@ class Embedder:
         with atomic_write(file) as tmp: np.save(tmp, x.numpy())
         return x
 
-    def _draw(self, scenes: list[Scene]) -> Tensor:
+    def _draw(self, keys: list[bytes], scenes: list[Scene]) -> Tensor:
         "Scenes as the model sees them: drawn at its size where that is known, else at 224 pixels and preprocessed."
-        if self.model.can_normalize: return self.model.normalize(microworld.render(scenes, self.model.image_size))
-        pictures = microworld.render(scenes, 224).permute(0, 2, 3, 1).numpy()
+        if self.model.can_normalize: return self.model.normalize(_pictures(keys, scenes, self.model.image_size))
+        pictures = _pictures(keys, scenes, 224).permute(0, 2, 3, 1).numpy()
         return torch.stack([self.model.preprocess(Image.fromarray(p)) for p in pictures]).to(self.model.device)
 
     def _batch(self, xs: list[Tensor]) -> Tensor:
@@ -257,7 +271,7 @@ class Embedder:
                 for b in mine:
                     keys = [k for k, _ in b]
                     if isinstance(b[0][1], Scene):
-                        x = self._draw([i for _, i in b])
+                        x = self._draw(keys, [i for _, i in b])
                         yield keys, lambda: self.model.encode_image(x), len(b), {}
                     else:
                         xs = dict(zip(keys, itertools.islice(loaded, len(b))))

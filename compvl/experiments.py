@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'W_ATTR', 'TCL_TABLE2', 'TABLE8', 'TABLE3', 'TABLE10', 'CAE_TABLE1',
            'CAE_TABLE2', 'CAE_TABLE3', 'CAE_TABLE4', 'CAE_TABLE5', 'DOSE', 'UNSEEN', 'TOGETHER', 'BEYOND', 'BASES',
-           'TRIPLETS', 'STANDARD', 'Profile', 'get_profile', 'Row', 'rows', 'train_config', 'row_model', 'base_config',
-           'ship_base', 'base_record', 'chance', 'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'Pieces',
-           'results', 'row_models', 'learning_curves', 'Claim', 'change', 'verdict', 'judge', 'findings', 'comparisons',
-           'carried', 'drift', 'drift_correlation', 'recommend', 'advice', 'choose_weight', 'Example', 'examples',
-           'turned']
+           'TRIPLETS', 'STANDARD', 'CAE_BENCHMARKS', 'SHORT', 'Profile', 'get_profile', 'Row', 'rows', 'train_config',
+           'row_model', 'base_config', 'ship_base', 'base_record', 'chance', 'oracle_scores', 'seed_bootstrap',
+           'Results', 'load', 'Pieces', 'results', 'row_models', 'learning_curves', 'Claim', 'change', 'verdict',
+           'judge', 'findings', 'comparisons', 'carried', 'drift', 'drift_correlation', 'recommend', 'advice',
+           'choose_weight', 'Example', 'examples', 'turned']
 
 # %% ../nbs/lib/34_experiments.ipynb #78345f8e
 import itertools, math, os, random, shutil, sys, time
@@ -440,9 +440,10 @@ class Results:
         lo, hi, p = resampled_difference(boot)
         return dict(a=va, b=vb, diff=diff, lo=lo, hi=hi, p=p, paired=paired)
 
-# %% ../nbs/lib/34_experiments.ipynb #ed1f85a3
+# %% ../nbs/lib/34_experiments.ipynb #80df0078
 TRIPLETS = ('replace-relations', 'replace-attributes', 'swap')
 STANDARD = ('coco-retrieval', 'imagenet')
+CAE_BENCHMARKS = ('aro-relation', 'aro-attribution', 'sugarcrepe', 'vl-checklist-relation', 'vl-checklist-attribute', 'valse-relation', 'svo-probes', 'comvg')     # of CAE Table 1, but for Winoground
 
 def load(names: Iterable[str], profile: Profile, split: str | None = None) -> tuple[list[Benchmark], dict[str, str]]:
     "Benchmarks of a profile (groups stand for their members), and for those whose files are not there, what is missing (also under the name of an average they belong to)."
@@ -474,7 +475,7 @@ class _Screen:
     def done(self, text):
         if self.handle is not None: self.write(text)
 
-# %% ../nbs/lib/34_experiments.ipynb #fece53b6
+# %% ../nbs/lib/34_experiments.ipynb #a4e6abd4
 def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple[pd.DataFrame, dict]:
     "Tidy figures of chance, or of the oracle with its scores."
     if row.key == 'chance':
@@ -535,9 +536,11 @@ class Pieces(Kept):
 
 def _pieces() -> Pieces | None: return Pieces(os.environ['COMPVL_PIECES']) if os.environ.get('COMPVL_PIECES') else None
 
+SHORT = 50     # steps of a training run, less than which are not worth a process of its own, which takes seconds to start
+
 def _devices(n: int, steps: int) -> list | None:
-    "Where n training runs go that need not wait for each other, as for `compvl.train.sweep`; None for one after another in this process, where they are too short for processes of their own, which take seconds to start."
-    if steps and steps < 50: return None
+    "Where n training runs go that need not wait for each other, as for `compvl.train.sweep`; None for one after another in this process."
+    if steps and steps < SHORT: return None
     found = list(range(torch.cuda.device_count())) or ['cpu']*min(4, cores())
     return found[:n] if min(n, len(found)) > 1 else None
 

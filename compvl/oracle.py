@@ -63,12 +63,17 @@ def supervision(ds: FinetuneSet, n: int | None = None) -> pd.DataFrame:
     read = out[list(COUNTS[:3])].sum(axis=1)
     return out.assign(**{f'{k}_share': 100*out[k]/read.where(read > 0) for k in ('true', 'false')})
 
-# %% ../nbs/lib/13_oracle.ipynb #3661eda7
+# %% ../nbs/lib/13_oracle.ipynb #5924fba9
 _WORD = re.compile('[a-z]+')
 
 def word_counts(captions: Iterable[str]) -> Counter:
     "How often each word occurs in captions, case ignored."
     return Counter(w for c in captions for w in _WORD.findall(c.lower()))
+
+def _share(k: int, n: int) -> dict:
+    "k of n as a share, with its 95 % Wilson interval; NaN of none."
+    lo, hi = binomtest(k, n).proportion_ci(method='wilson') if n else (float('nan'),)*2
+    return dict(n=n, rare_share=k/n if n else float('nan'), lo=float(lo), hi=float(hi))
 
 def rare_words(pairs: Iterable[tuple[str, str]], frequency: Counter, rare: float = 1/20) -> dict:
     """Over pairs of a caption and a perturbation that differ in one word: `n`, how many there are, and `rare_share`, in 0..1, of those whose new word is rare, with its 95 % Wilson interval `lo`, `hi`; NaN where there are none.
@@ -80,8 +85,7 @@ def rare_words(pairs: Iterable[tuple[str, str]], frequency: Counter, rare: float
         old, new = [w for w in a if w not in b], [w for w in b if w not in a]
         if len(old) != 1 or len(new) != 1: continue
         n, k = n + 1, k + (frequency[new[0]] < rare*max(frequency[old[0]], 1) or not frequency[new[0]])
-    lo, hi = binomtest(k, n).proportion_ci(method='wilson') if n else (float('nan'),)*2
-    return dict(n=n, rare_share=k/n if n else float('nan'), lo=float(lo), hi=float(hi))
+    return _share(k, n)
 
 # %% ../nbs/lib/13_oracle.ipynb #553ec269
 def rarity_of_dial(shares: Sequence[float] = (0., .3, .6, 1.), n: int = 3000, seed: int = 0) -> pd.DataFrame:
@@ -91,7 +95,7 @@ def rarity_of_dial(shares: Sequence[float] = (0., .3, .6, 1.), n: int = 3000, se
         return dict(dial=share) | rare_words([(c, x) for c, x, _ in texts if x], word_counts(c for c, _, _ in texts))
     return pd.DataFrame([one(float(s)) for s in shares])
 
-# %% ../nbs/lib/13_oracle.ipynb #1790ce8d
+# %% ../nbs/lib/13_oracle.ipynb #56e0005e
 _OF = {'attributes': ('replace_att', 'attributes', 'Attribute/'), 'relations': ('replace_rel', 'relations', 'action-replacement', 'Relation/'), 'any word': ('crepe-replace', 'svlc-rules')}
 
 def rarity_of_files() -> pd.DataFrame:
@@ -101,5 +105,5 @@ def rarity_of_files() -> pd.DataFrame:
     t['label'] = [f'{s} {split}' if panel == 'any word' else s for s, split, panel in t[['source', 'split', 'panel']].itertuples(index=False)]
     for (panel, label), g in t[t.panel != ''].groupby(['panel', 'label'], sort=False):
         n, k = int(g.n.sum()), round(float((g.n*g.rare_share).sum()))
-        out.append((panel, {'rules on COCO captions crepe-replace': "CREPE's rule", 'rules on COCO captions svlc-rules': "SVLC's rules"}.get(label, label), n, k/n, *binomtest(k, n).proportion_ci(method='wilson')))
-    return pd.DataFrame(out, columns=['panel', 'label', 'n', 'rare_share', 'lo', 'hi'])
+        out.append(dict(panel=panel, label={'rules on COCO captions crepe-replace': "CREPE's rule", 'rules on COCO captions svlc-rules': "SVLC's rules"}.get(label, label)) | _share(k, n))
+    return pd.DataFrame(out)

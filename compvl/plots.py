@@ -240,7 +240,7 @@ def changes(res, base, rows: Sequence, columns: Sequence[Column], names: Sequenc
         if handles: fig.legend(handles, labels, loc='outside upper center', ncols=min(4, len(labels)), frameon=False)
     return fig
 
-# %% ../nbs/lib/33_plots.ipynb #0a194777
+# %% ../nbs/lib/33_plots.ipynb #b4e95272
 def dose_response(summary: pd.DataFrame, doses: dict[str, dict[float, str]], panels: Sequence[tuple[str, str, str]], metrics: Sequence[str], labels: dict[str, str] | None = None, marks: dict[str, pd.DataFrame] | None = None, start: str = 'clip', xlabel: str = 'dose'):
     """Figures over a dose, with 95 % intervals. Returns the figure.
 
@@ -263,7 +263,7 @@ def dose_response(summary: pd.DataFrame, doses: dict[str, dict[float, str]], pan
             axes[0, col].set_title(title); axes[-1, col].set_xlabel(xlabel)
             if not deep: continue
             ax, t = axes[-1, col], (marks or {}).get(title)
-            for s in ('left',): ax.spines[s].set_visible(False)
+            ax.spines['left'].set_visible(False)
             ax.tick_params(axis='y', length=0); ax.set(ylim=(deep - .4, -.6), yticks=[]); ax.grid(axis='x', color='#eeeeee', lw=.8); ax.set_axisbelow(True)
             for y, r in enumerate(t.itertuples() if t is not None else ()):
                 ax.errorbar(r.x, y, xerr=[[r.x - r.lo], [r.hi - r.x]], fmt='|', color='#333333', ms=9, mew=1.6, lw=1)

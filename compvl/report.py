@@ -67,7 +67,7 @@ def notebook_html(path: Path, figures: Path) -> str:
         elif c.cell_type == 'code': parts += [_output(o, figures) for o in c.get('outputs', [])]
     return '\n'.join(filter(None, parts))
 
-# %% ../nbs/lib/42_report.ipynb #c853ef23
+# %% ../nbs/lib/42_report.ipynb #ab266c99
 _STYLE = """
  :root { color-scheme: light }
  body { font: 16px/1.55 system-ui, sans-serif; color: #1f1f1f; background: #fff; max-width: 62rem; margin: 0 auto; padding: 1rem; overflow-wrap: break-word }
@@ -90,12 +90,15 @@ _STYLE = """
  }
 """
 
-def _clock(seconds: float) -> str: return f'{int(seconds)//60}:{int(seconds) % 60:02d}'
+def _clock(seconds: float) -> str:
+    "`75.4` -> `1:15`."
+    m, s = divmod(int(seconds), 60)
+    return f'{m//60}:{m % 60:02d}:{s:02d}' if m >= 60 else f'{m}:{s:02d}'
 
 def _section(out: Path, r, note: str) -> str:
     "A notebook's part of the page."
     path = out/f'notebooks/{r.name}.ipynb'
-    head = f'<h2>{html.escape(r.title)}</h2>\n<p class="meta"><span class="{html.escape(r.status.replace(" ", "-"))}">{html.escape(r.status)}</span> · {html.escape(r.name)} · profile {html.escape(r.profile)} · {_clock(r.seconds)} min · {r.peak_mb/1000:.1f} GB · commit {html.escape(r.commit[:10] + r.commit[40:])}</p>'
+    head = f'<h2>{html.escape(r.title)}</h2>\n<p class="meta"><span class="{html.escape(r.status.replace(" ", "-"))}">{html.escape(r.status)}</span> · {html.escape(r.name)} · profile {html.escape(r.profile)} · {_clock(r.seconds)} · {r.peak_mb/1000:.1f} GB · commit {html.escape(r.commit[:10] + r.commit[40:])}</p>'
     error = f'<pre class="failed">{html.escape(r.error)}</pre>' if r.error else ''
     return f'<section class="nb" id="{html.escape(r.name)}">\n{head}\n{note}{error}\n{notebook_html(path, out/"figures") if path.exists() else "<p>Nothing is left of its execution.</p>"}\n</section>'
 
@@ -106,7 +109,7 @@ def write_report(out: str | Path, results: Iterable, env: dict, stale: Iterable[
     out, results = Path(out), sorted(results, key=lambda r: (r.name != first, r.name))
     old = '<p class="warn">Results that it reads have changed since it ran: run it again.</p>'
     rows = ''.join(f'<tr><td><a href="#{html.escape(r.name)}">{html.escape(r.title)}</a></td><td class="{html.escape(r.status.replace(" ", "-"))}">{html.escape(r.status)}</td><td>{html.escape(r.profile)}</td><td>{_clock(r.seconds)}</td><td>{r.peak_mb/1000:.1f}</td><td><code>{html.escape(r.commit[:10] + r.commit[40:])}</code></td></tr>' for r in results)
-    contents = _boxed(f'<table class="text"><thead><tr><th>notebook</th><th>status</th><th>profile</th><th>min:s</th><th>GB</th><th>commit</th></tr></thead><tbody>{rows}</tbody></table>')
+    contents = _boxed(f'<table class="text"><thead><tr><th>notebook</th><th>status</th><th>profile</th><th>time</th><th>GB</th><th>commit</th></tr></thead><tbody>{rows}</tbody></table>')
     told = _boxed('<table class="text"><tbody>' + ''.join(f'<tr><th>{html.escape(k)}</th><td>{html.escape(", ".join(map(str, v)) if isinstance(v, list) else str(v))}</td></tr>' for k, v in env.items() if v not in (None, [], '')) + '</tbody></table>')
     lead = '' if any(r.name == first for r in results) else f'<p class="warn">The ledger of claims is not among these: run the notebook <code>{html.escape(first)}</code>.</p>'
     sections = '\n'.join(_section(out, r, old if r.name in set(stale) else '') for r in results)

@@ -4,12 +4,12 @@ A piece is a row of the papers' tables with one seed: trained, and scored on eve
 the notebooks, run with COMPVL_PIECES=<folder>, take the pieces as they are. Seeds come first: after the first round every row has one, after the second two.
 """
 import argparse
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,45 +19,51 @@ ROOT = Path(__file__).resolve().parents[1]
 def plan(profile):
     """(row key, seed, {split of the microworld: benchmarks}), in order; None is the default split."""
     from compvl.benchmarks import expand
-    from compvl.experiments import BEYOND, CAE_TABLE1, CAE_TABLE2, CAE_TABLE3, CAE_TABLE4, CAE_TABLE5, STANDARD, TABLE1, TABLE3, TABLE10, TCL_TABLE2, TOGETHER, TRIPLETS, UNSEEN, rows
-    composition = ["aro-relation", "aro-attribution", "sugarcrepe", "vl-checklist-relation", "vl-checklist-attribute", "valse-relation", "svo-probes", "comvg", "winoground-compositional"]
+    from compvl.experiments import BEYOND, CAE_BENCHMARKS, CAE_TABLE1, CAE_TABLE2, CAE_TABLE3, CAE_TABLE4, CAE_TABLE5, STANDARD, TABLE1, TABLE3, TABLE10, TCL_TABLE2, TOGETHER, TRIPLETS, UNSEEN, rows
     asked = {}
-    for tables, names, split in [((TABLE1, TABLE3), [*TRIPLETS, *STANDARD], None), ((CAE_TABLE1, CAE_TABLE2, CAE_TABLE5), composition, None), ((CAE_TABLE3, TABLE10), ["standard"], None), ((CAE_TABLE4,), ["sickr", "stsb"], None),
-                                 ((TCL_TABLE2,), [*TRIPLETS, *composition[:6], "coco-retrieval"], None),
+    for tables, names, split in [((TABLE1, TABLE3), [*TRIPLETS, *STANDARD], None), ((CAE_TABLE1, CAE_TABLE2, CAE_TABLE5), [*CAE_BENCHMARKS, "winoground-compositional"], None), ((CAE_TABLE3, TABLE10), ["standard"], None), ((CAE_TABLE4,), ["sickr", "stsb"], None),
+                                 ((TCL_TABLE2,), [*TRIPLETS, *CAE_BENCHMARKS[:6], "coco-retrieval"], None),
                                  ((BEYOND,), [*TRIPLETS, STANDARD[0]], None), ((TOGETHER,), ["aro-relation", "aro-attribution"], None), ((rows(*UNSEEN),), ["hard-positive-kinds", "combinations"], None), ((rows(*UNSEEN),), ["combinations"], "heldout")]:
         for r in (r for t in tables for r in t if r.source == "trained"): asked.setdefault(r.key, {}).setdefault(split, {}).update(dict.fromkeys(expand(names, True)))
     return [(k, s, {split: list(names) for split, names in asked[k].items()}) for s in profile.seeds for k in asked]
 
 
-def one(name, key, seed):
-    """Make one piece, in this process."""
+def one(name, key, seed, by_split):
+    """Make one piece, in this process; what went wrong, or '', and the seconds it took."""
+    from compvl.core import CompvlError
     from compvl.experiments import ROWS, get_profile, results
-    p = get_profile(name)
-    by_split = next(b for k, s, b in plan(p) if (k, s) == (key, seed))
-    with tempfile.TemporaryDirectory() as out:
-        for split, names in by_split.items(): results([ROWS[key]], names, replace(p, seeds=(seed,)), out, f"piece-{split}", progress=False, split=split).check()
+    t = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as out:
+            for split, names in by_split.items(): results([ROWS[key]], names, replace(get_profile(name), seeds=(seed,)), out, f"piece-{split}", progress=False, split=split).check()
+    except CompvlError as e: return str(e), time.perf_counter() - t
+    return "", time.perf_counter() - t
 
 
 def main():
     a = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     a.add_argument("--profile", default="micro-full"); a.add_argument("--processes", type=int, default=2); a.add_argument("--minutes", type=float, default=1e9)
-    a.add_argument("--folder", type=Path); a.add_argument("--one", nargs=2)
+    a.add_argument("--folder", type=Path)
     o = a.parse_args()
-    if o.one: return one(o.profile, o.one[0], int(o.one[1]))
+    from compvl.core import cores
     from compvl.experiments import get_profile
-    folder, t0 = (o.folder or ROOT/"data/results"/o.profile/"pieces").absolute(), time.perf_counter()
-    env = os.environ | dict(COMPVL_PIECES=str(folder), OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1)//o.processes)))
-    def make(piece):
-        key, seed, _ = piece
-        if time.perf_counter() - t0 > 60*o.minutes: return None
-        t = time.perf_counter()
-        done = subprocess.run([sys.executable, __file__, "--profile", o.profile, "--one", key, str(seed)], env=env, capture_output=True, text=True)
-        last = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else "done"
-        print(f"{key}, seed {seed}: {last} ({time.perf_counter() - t:.0f} s)", flush=True)
-        return done.returncode == 0
-    with ThreadPoolExecutor(o.processes) as pool: made = list(pool.map(make, plan(get_profile(o.profile))))
-    print(f"{sum(m is True for m in made)} of {len(made)} pieces are there, {sum(m is False for m in made)} failed")
-    sys.exit(0 if all(made) else 1)
+    folder, t0, failed, made = (o.folder or ROOT/"data/results"/o.profile/"pieces").absolute(), time.perf_counter(), 0, 0
+    os.environ |= dict(COMPVL_PIECES=str(folder), OMP_NUM_THREADS=str(max(1, cores()//o.processes)))     # the processes inherit it
+    todo = iter(plan(get_profile(o.profile)))
+    with ProcessPoolExecutor(o.processes, multiprocessing.get_context("spawn")) as pool:      # each goes from piece to piece, and draws a picture once
+        running = {}
+        def fill():
+            while len(running) < o.processes and time.perf_counter() - t0 < 60*o.minutes and (piece := next(todo, None)): running[pool.submit(one, o.profile, *piece)] = piece
+        fill()
+        while running:
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                (key, seed, _), (error, seconds) = running.pop(done), done.result()
+                failed, made = failed + bool(error), made + (not error)
+                print(f"{key}, seed {seed}: {error or 'done'} ({seconds:.0f} s)", flush=True)
+            fill()
+    left = len([*todo])
+    print(f"{made} of {made + failed + left} pieces are there, {failed} failed")
+    sys.exit(0 if not failed + left else 1)
 
 
 if __name__ == "__main__":

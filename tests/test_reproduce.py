@@ -91,12 +91,12 @@ def test_what_reads_other_results_runs_again_when_they_change(tmp_path, run):
 def test_time_left_is_judged_by_the_committed_run(tmp_path, run, monkeypatch, capsys):
     notebook(tmp_path, "01_a", "x = 1")
     notebook(tmp_path, "02_b", "x = 1")
-    run()
+    run(jobs=1)
     assert "2 of 2 notebooks to run: time left unknown" in capsys.readouterr().err
     monkeypatch.setattr("compvl.reproduce._known_seconds", lambda profile: {"01_a": 3600.0})
-    run(force=True)
+    run(force=True, jobs=1)
     assert "2 of 2 notebooks to run: about 1 h 0 min left, and 1 notebook of unknown length" in capsys.readouterr().err
-    run()
+    run(jobs=1)
     assert "0 of 2 notebooks to run: nothing left" in capsys.readouterr().err
 
 
@@ -140,15 +140,34 @@ def test_mistakes_say_what_is_known(tmp_path, run):
     assert not (tmp_path / "out").exists()
 
 
-def test_interrupt_writes_the_page_and_leaves_no_kernel(tmp_path):
+def test_several_at_a_time_keep_their_outputs_apart(tmp_path, run):
+    meet = "import time\nfrom pathlib import Path\nPath(out, '{name}').touch()\nfor _ in range(600):\n    if Path(out, '{other}').exists(): break\n    time.sleep(.1)\nelse: raise TimeoutError\n"
+    notebook(tmp_path, "01_a", meet.format(name="01", other="02") + TABLE.format(name="01_a"))      # each waits for the other
+    notebook(tmp_path, "02_b", meet.format(name="02", other="01") + TABLE.format(name="02_b"))
+    notebook(tmp_path, "03_dies", "import os\nos._exit(3)")
+    notebook(tmp_path, "11_reads", "from pathlib import Path\nassert len(list(Path(out).glob('tables/*'))) == 2")
+    nb = nbformat.read(tmp_path / "11_reads.ipynb", 4)
+    nb.cells[2].metadata["tags"] = ["reads"]
+    nbformat.write(nb, tmp_path / "11_reads.ipynb")
+    summary = run(jobs=3)
+    assert [(r.name, r.status, r.outputs) for r in summary.results] == [("01_a", "done", ["tables/01_a.csv"]), ("02_b", "done", ["tables/02_b.csv"]), ("03_dies", "failed", []), ("11_reads", "done", [])]
+    assert all(r.peak_mb > 10 and r.commit for r in summary.results)
+    assert statuses(run(jobs=3)) == ["up to date", "up to date", "failed", "up to date"]
+    with pytest.raises(CompvlError, match="jobs=0"):
+        run(jobs=0)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_interrupt_writes_the_page_and_leaves_no_kernel(tmp_path, jobs):
     import psutil
     notebook(tmp_path, "01_a", "x = 1")
-    notebook(tmp_path, "02_slow", "from pathlib import Path\nimport os, time\nPath(out, 'pid').write_text(str(os.getpid()))\ntime.sleep(120)")
-    notebook(tmp_path, "03_never", "x = 1")
+    notebook(tmp_path, "02_slow", "from pathlib import Path\nimport os, time\nwhile not Path(out, 'notebooks', '01_a.json').exists(): time.sleep(.1)\nPath(out, 'pid').write_text(str(os.getpid()))\ntime.sleep(120)")
+    notebook(tmp_path, "03_slow" if jobs > 1 else "03_never", "import time\ntime.sleep(120)")
+    notebook(tmp_path, "04_never", "x = 1")
     code = ("import sys\nfrom compvl.reproduce import reproduce\n"
             "from compvl import cli, core, reproduce as module\n"
             f"module.notebooks_dir = lambda: core.Path({str(tmp_path)!r})\n"
-            f"sys.argv = ['compvl', 'reproduce', '--profile', 'smoke', '--json', '--out', {str(tmp_path / 'out')!r}]\ncli.main()")
+            f"sys.argv = ['compvl', 'reproduce', '--profile', 'smoke', '--jobs', '{jobs}', '--json', '--out', {str(tmp_path / 'out')!r}]\ncli.main()")
     # a shell starts its background jobs deaf to SIGINT, and their children inherit that
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     pid = tmp_path / "out/pid"
@@ -159,6 +178,6 @@ def test_interrupt_writes_the_page_and_leaves_no_kernel(tmp_path):
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert [n["status"] for n in json.loads(out)["notebooks"]] == ["done", "interrupted"]
+    assert [n["status"] for n in json.loads(out)["notebooks"]] == ["done"] + jobs * ["interrupted"]
     assert "interrupted" in (tmp_path / "out/index.html").read_text()
     assert not psutil.pid_exists(int(pid.read_text()))
