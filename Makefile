@@ -21,7 +21,7 @@ test: $(STAMP)
 	$(PY) scripts/check.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/nbdev_test --path nbs/lib --n_workers 2 --do_print --timing
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && OMP_NUM_THREADS=1 COMPVL_RUNS="$$tmp/runs" $(PY) -m compvl.cli reproduce --profile smoke --out "$$tmp/out"
-	$(PY) -m pytest -q tests
+	$(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile tests
 
 bench: $(STAMP)
 	$(PY) -m compvl.cli bench $(BENCH)

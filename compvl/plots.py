@@ -294,12 +294,12 @@ def fronts(summary: pd.DataFrame, path: Sequence, others: Sequence, panels: Sequ
         fig.legend(handles=[Line2D([], [], marker=look(r.key, k)[1], ls='', color=look(r.key, k)[0], label=short(r.label)) for k, r in enumerate([*path, *others])], loc='outside upper center', ncols=len(path) + len(others), handletextpad=.2, columnspacing=1.2)
     return fig
 
-# %% ../nbs/lib/33_plots.ipynb #e772867b
+# %% ../nbs/lib/33_plots.ipynb #80cb5582
 def drift_plot(table: pd.DataFrame, correlation: pd.DataFrame, metric: str = 'aug_acc'):
     "What `compvl.experiments.drift` and `drift_correlation` give: `metric` over the drift of the caption's mean score, a panel a benchmark. Returns the figure."
     names = list(dict.fromkeys(table.benchmark))
     with style():
-        fig, axes = plt.subplots(1, max(1, len(names)), figsize=(5.4*max(1, len(names)), 4.6), layout='constrained', squeeze=False)
+        fig, axes = plt.subplots(1, max(1, len(names)), figsize=(7*max(1, len(names)), 6.4), layout='constrained', squeeze=False)
         for ax, b in zip(axes[0], names):
             t, rho = table[table.benchmark == b], correlation[correlation.benchmark == b]
             for k, r in enumerate(t.itertuples()): ax.errorbar(r.drift, getattr(r, metric), yerr=[[max(0, getattr(r, metric) - r.lo)], [max(0, r.hi - getattr(r, metric))]], fmt=look(r.method, k)[1], color=look(r.method, k)[0], ecolor=to_rgba(look(r.method, k)[0], .35), ms=6, elinewidth=1)
