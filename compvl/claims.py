@@ -7,7 +7,7 @@ __all__ = ['VERDICTS', 'PIECE', 'HP', 'CAE', 'TCL', 'CLAIMS', 'LEDGER', 'PAPER_T
            'Contrast', 'differs', 'Within', 'Entry', 'join', 'make_ledger', 'ledger_table', 'counts', 'paper_report',
            'forest']
 
-# %% ../nbs/lib/41_claims.ipynb #cc08095d
+# %% ../nbs/lib/41_claims.ipynb #21e12794
 import difflib, html, math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt, numpy as np, pandas as pd
 from matplotlib.lines import Line2D
 
-from .core import CompvlError, data_dir, pick, read_json
+from .core import CompvlError, data_dir, pick, read_csv, read_json
 from .experiments import CAE_TABLE1, CAE_TABLE3, PROFILES, TABLE1, TABLE10, W_ATTR, verdict
 from .plots import GREEN, VERMILLION, style
 from .tables import ACCURACY, COMPOSITION, MEAN_SCORES, ORIGINAL_SCORE, RETRIEVAL, ZERO_SHOT, Column, published, published_cells
 
-# %% ../nbs/lib/41_claims.ipynb #ff75e429
+# %% ../nbs/lib/41_claims.ipynb #074fb49d
 VERDICTS = ('reproduced', 'not reproduced', 'undecided', 'no data')
 
 class Store:
@@ -50,7 +50,7 @@ class Store:
         "The table, or None where there is none. A stem without a number is that of a table that no profile made, such as `operator_shares`."
         if stem not in self._tables:
             path = next((p for f in self._folders(stem) if (p := f/f'{stem}.csv').exists()), None)
-            self._tables[stem] = None if path is None else pd.read_csv(path, float_precision='round_trip')
+            self._tables[stem] = None if path is None else read_csv(path)
         return self._tables[stem]
 
     def record(self, number: str) -> dict:

@@ -14,8 +14,8 @@ warnings.filterwarnings('ignore', message='IProgress not found')   # of tqdm, wh
 
 # %% auto #0
 __all__ = ['CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'runs_dir', 'cache_dir', 'atomic_write', 'write_json', 'read_json',
-           'iter_jsonl', 'read_jsonl', 'config_hash', 'seed_everything', 'git_commit', 'cores', 'environment',
-           'require']
+           'read_csv', 'iter_jsonl', 'read_jsonl', 'config_hash', 'seed_everything', 'git_commit', 'cores',
+           'environment', 'require']
 
 # %% ../nbs/lib/00_core.ipynb #230fee74
 class CompvlError(Exception):
@@ -75,7 +75,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         os.replace(tmp, path)
     finally: tmp.unlink(missing_ok=True)
 
-# %% ../nbs/lib/00_core.ipynb #600434d0
+# %% ../nbs/lib/00_core.ipynb #ad17dcfc
 def _plain(o: Any) -> Any:
     "JSON form of what `json` does not know: paths, dataclasses, sets, NumPy and torch scalars and arrays."
     if dataclasses.is_dataclass(o) and not isinstance(o, type): return dataclasses.asdict(o)
@@ -94,6 +94,12 @@ def read_json(path: str | Path) -> Any:
     except FileNotFoundError: raise CompvlError(f"{path} does not exist.") from None
     except UnicodeDecodeError as e: raise CompvlError(f"{path} is not UTF-8 text ({e.reason} at byte {e.start}): download or convert it again.") from None
     except json.JSONDecodeError as e: raise CompvlError(f"{path}:{e.lineno} is not valid JSON ({e.msg}, column {e.colno}): mend or download it again.") from None
+
+def read_csv(path, **options):
+    "`pandas.read_csv` with exactly the floats that were written, which pandas before 3.1 has to be asked for."
+    import pandas as pd
+    exact = {} if tuple(map(int, pd.__version__.split(".")[:2])) >= (3, 1) else dict(float_precision="round_trip")
+    return pd.read_csv(path, **exact, **options)
 
 # %% ../nbs/lib/00_core.ipynb #c1d2991a
 def iter_jsonl(path: str | Path) -> Iterator:

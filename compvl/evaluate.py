@@ -6,7 +6,7 @@
 __all__ = ['TASKS', 'AVERAGES', 'COLUMNS', 'Task', 'task_of', 'item_scores', 'identity', 'Kept', 'averages', 'average_parts',
            'evaluate', 'macro_groups', 'compare', 'compare_models', 'item_table', 'worst']
 
-# %% ../nbs/lib/31_evaluate.ipynb #48fc8e0b
+# %% ../nbs/lib/31_evaluate.ipynb #74edf389
 import dataclasses, hashlib, warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np, pandas as pd
 
 from .benchmarks import expand, load_benchmark, load_benchmarks
-from .core import CompvlError, atomic_write, config_hash, git_commit, pick, read_json, write_json
+from .core import CompvlError, atomic_write, config_hash, git_commit, pick, read_csv, read_json, write_json
 from .embed import processes, scorer_of, together
 from .items import Benchmark, image_key, image_path, item_images
 from .metrics import Correlation, bootstrap, classification_ranks, figures, pair_outcomes, paired_bootstrap, resampled_difference, square_outcomes, triplet_outcomes
@@ -155,7 +155,7 @@ def item_scores(model, benchmark: Benchmark | str, *, cache=None, device=None, b
     scorer = scorer_of(model, cache, batch_size, progress)
     with scorer.on(device): return _score(benchmark, scorer, skip_damaged)
 
-# %% ../nbs/lib/31_evaluate.ipynb #3370c760
+# %% ../nbs/lib/31_evaluate.ipynb #040bd140
 @lru_cache
 def _code() -> str:
     "A hash of the code that a score depends on beside weights and items."
@@ -176,7 +176,7 @@ class Kept:
         "The scores, with the attributes they had and the `commit` that made them; None where they are not there or not readable."
         try:
             meta = read_json(self.folder/f'{key}.json')
-            t = pd.read_csv(self.folder/f'{key}.csv.gz', dtype=meta['dtypes'], keep_default_na=False, float_precision='round_trip')
+            t = read_csv(self.folder/f'{key}.csv.gz', dtype=meta['dtypes'], keep_default_na=False)
         except (CompvlError, OSError, EOFError, ValueError): return None
         t.attrs |= meta['attrs']
         return t

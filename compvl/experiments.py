@@ -35,7 +35,7 @@ from .tables import ACCURACY, Column, published_cells
 from .train import METHODS, RECIPES, Run, TrainConfig, run_name, sweep, train
 from .zoo import has_weights, load_zoo
 
-# %% ../nbs/lib/34_experiments.ipynb #9f5f1b85
+# %% ../nbs/lib/34_experiments.ipynb #e483012a
 @dataclass(frozen=True)
 class Profile:
     """With what an experiment is done.
@@ -52,11 +52,11 @@ class Profile:
     data: str = 'microworld'
     root: str | None = None
     n_train: int | None = 12_000
-    steps: int | None = 200
+    steps: int | None = 120
     epochs: float | None = None
     batch_size: int = 128
     lr: float = 1e-3
-    warmup: int = 30
+    warmup: int = 20
     weight_decay: float = .2
     precision: str = 'fp32'
     n_items: int | None = 1000
@@ -475,7 +475,7 @@ class _Screen:
     def done(self, text):
         if self.handle is not None: self.write(text)
 
-# %% ../nbs/lib/34_experiments.ipynb #a4e6abd4
+# %% ../nbs/lib/34_experiments.ipynb #5579d66e
 def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple[pd.DataFrame, dict]:
     "Tidy figures of chance, or of the oracle with its scores."
     if row.key == 'chance':
@@ -506,18 +506,18 @@ def _evaluated(row, seed, profile, benchmarks, keep, runs, on_log) -> tuple[pd.D
     else: model = row_model(row, profile, seed, runs, on_log)
     return evaluate(model, benchmarks, cache=profile.root is not None, keep=keep, n_boot=profile.n_boot, seed=seed, progress=False, model_name=row.base or profile.model, method=row.key, return_scores=True)
 
-def _train_ahead(todo, profile, runs, bar, name) -> set:
-    "Train the runs of these rows and seeds several at a time, where the machine has what that takes: those that were tried. What fails here fails again where it is asked for, and is reported there."
+def _train_ahead(todo, profile, runs, bar, name) -> dict:
+    "Train the runs of these rows and seeds several at a time, where the machine has what that takes: (row key, seed) -> None, or what went wrong."
     configs = {}
     for row, seed in todo:
         try: configs |= {(row.key, seed): train_config(row, profile, seed)} if _is_trained(row, profile) and not _pieces() else {}
         except CompvlError: continue
-    if (devices := _devices(len(configs), profile.steps)) is None: return set()
+    if (devices := _devices(len(configs), profile.steps)) is None: return {}
     bar.set_description(f"{name}: {len(configs)} runs, {len(devices)} at a time")
     before = bar.n
-    sweep(list(configs.values()), runs, devices, progress=False, on_log=lambda r: bar.update())
+    told = sweep(list(configs.values()), runs, devices, progress=False, on_log=lambda r: bar.update())
     bar.update(max(0, profile.steps*len(configs) - (bar.n - before)) if profile.steps else 0)     # runs that were there, or resumed
-    return set(configs)
+    return {at: e if status == 'failed' else None for at, status, e in zip(configs, told.status, told.error)}
 
 class Pieces(Kept):
     "Scores and metrics by the config of the run that made them, and not by its weights: what was made elsewhere or on another day is taken as it is, with the commit that it was made at."
@@ -567,7 +567,9 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
             if row.key in res.problems: continue
             bar.set_description(f"{name} {k}/{len(todo)}: {row.label}, seed {seed}")
             start = bar.n - steps*((row.key, seed) in ahead)
-            try: table, scores = _evaluated(row, seed, profile, found, keep, runs, lambda r: bar.update())
+            try:
+                if error := ahead.get((row.key, seed)): raise CompvlError(error)
+                table, scores = _evaluated(row, seed, profile, found, keep, runs, lambda r: bar.update())
             except Exception as e:
                 if (row.source == 'bound' or profile.root and (row.base or row.group in (_THEIRS, _LOSSES, _OTHER, _DIAL))) and isinstance(e, CompvlError): missing[row.key] = str(e); continue
                 res.problems[row.key] = str(e) if isinstance(e, CompvlError) else f'{type(e).__name__}: {e}'

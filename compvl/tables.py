@@ -7,7 +7,7 @@ __all__ = ['METRIC_TITLES', 'ACCURACY', 'MEAN_SCORES', 'ORIGINAL_SCORE', 'SPLIT'
            'COMPOSITION_MEANS', 'WITH_HN', 'SIMILARITY', 'ABLATION', 'ABLATION_MEANS', 'PARTS', 'published',
            'published_cells', 'Column', 'Table', 'beside']
 
-# %% ../nbs/lib/32_tables.ipynb #645ed9a8
+# %% ../nbs/lib/32_tables.ipynb #ef9f1e45
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np, pandas as pd
 
-from .core import atomic_write, config_hash, data_dir, pick
+from .core import atomic_write, config_hash, data_dir, pick, read_csv
 
-# %% ../nbs/lib/32_tables.ipynb #1f2c235c
+# %% ../nbs/lib/32_tables.ipynb #b713f0ab
 def published(name: str) -> pd.DataFrame:
     "A published table as it stands in `data/paper/<name>.csv`. Raises CompvlError for an unknown name."
     folder = data_dir()/'paper'
-    return pd.read_csv(folder/f"{pick(name, sorted(p.stem for p in folder.glob('*.csv')), 'published table')}.csv", float_precision='round_trip')
+    return read_csv(folder/f"{pick(name, sorted(p.stem for p in folder.glob('*.csv')), 'published table')}.csv")
 
 _LONG = {('hard_positives_table9', 'CLIP'): 'CLIP ViT-B/32'}   # shortened there
 

@@ -19,6 +19,7 @@ import nbformat
 import numpy as np
 import pandas as pd
 
+from compvl.core import read_csv
 from readme import ROOT
 
 
@@ -69,7 +70,7 @@ class Stored:
         path = folder / f"{name}_summary.csv"
         if not path.exists():
             raise NotStored
-        self._summary = pd.read_csv(path, float_precision="round_trip")
+        self._summary = read_csv(path)
         told = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         self.profile, self.rows, self.gaps = profile, list(rows), {**told.get("missing", {}), **told["problems"]}
 
@@ -87,7 +88,7 @@ class Kept:
     """The tables of a notebook that are kept, by name, and by the first cell of their rows."""
 
     def __init__(self, folder: Path, number: str):
-        self.tables = {p.stem: pd.read_csv(p, float_precision="round_trip") for p in sorted(folder.glob(f"{number}_*.csv"))}
+        self.tables = {p.stem: read_csv(p) for p in sorted(folder.glob(f"{number}_*.csv"))}
 
     def judge(self, res, claims, *_, **__):
         """Findings by their text; their figures must be those of the summary."""

@@ -6,9 +6,9 @@ import pandas as pd, pytest, torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from compvl import zoo
+from compvl import experiments, zoo
 from compvl.core import CompvlError, notebooks_dir
-from compvl.experiments import PROFILES, TABLE1, TRIPLETS, get_profile, results, rows
+from compvl.experiments import PROFILES, ROWS, SHORT, TABLE1, TRIPLETS, get_profile, results, rows
 from compvl.models import create_model
 from compvl.train import RECIPES
 
@@ -139,6 +139,17 @@ def test_iterated_operators_by_files_that_perturb_writes(start, tmp_path, monkey
         assert [r["caption"] for r in lines] == [a["caption"] for a in coco["annotations"]] and all(r["hard_negative"] != r["caption"] for r in lines)
     res = results(rows("clip", "tcl-2", "tcl-mix"), ["swap"], profile, tmp_path/"out", "tcl", progress=False)
     assert not res.problems and set(res.table.method) == {"clip", "tcl-2", "tcl-mix"}
+
+
+def test_a_run_that_fails_beside_others_is_not_made_again(tmp_path, monkeypatch):
+    p = dataclasses.replace(PROFILES["smoke"], steps=SHORT, n_train=64, batch_size=8, n_items=30)
+    bad = dataclasses.replace(ROWS["hn"], key="bad", data_options=dict(source="nowhere"))
+    asked, train = [], experiments.train
+    monkeypatch.setattr(experiments, "cores", lambda: 2)
+    monkeypatch.setattr(experiments, "train", lambda cfg, **k: asked.append(cfg.data_options) or train(cfg, **k))
+    res = results([ROWS["clip-coco"], bad], ["swap"], p, tmp_path, "r", progress=False)
+    assert "nowhere" in res.problems["bad"] and set(res.table.method) == {"clip-coco"}
+    assert asked == [{}]
 
 
 def test_a_failing_benchmark_file_says_what_is_needed(tiny, tmp_path):

@@ -178,6 +178,8 @@ def test_interrupt_writes_the_page_and_leaves_no_kernel(tmp_path, jobs):
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert [n["status"] for n in json.loads(out)["notebooks"]] == ["done"] + jobs * ["interrupted"]
+    became = {n["name"]: n["status"] for n in json.loads(out)["notebooks"]}
+    assert became.pop("01_a") == "done" and became.pop("02_slow") == "interrupted"
+    assert set(became.items()) <= {("03_slow", "interrupted")}          # where it had started
     assert "interrupted" in (tmp_path / "out/index.html").read_text()
     assert not psutil.pid_exists(int(pid.read_text()))
