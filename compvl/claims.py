@@ -195,10 +195,10 @@ def join(verdicts: Sequence[str], rule: str) -> str:
     if rule == 'most': return 'reproduced' if 2*yes > n else 'not reproduced' if 2*no > n else 'undecided'
     return 'not reproduced' if no else 'reproduced' if yes == n else 'undecided'
 
-# %% ../nbs/lib/41_claims.ipynb #4bf674e0
+# %% ../nbs/lib/41_claims.ipynb #167485c6
 _F1, _F2, _F3, _F4, _S1 = '01_brittleness_findings', '02_ratio_ablation_findings', '03_standard_zeroshot_findings', '04_other_models_findings', '01_brittleness_summary'
 _THEIRS = ('negclip', 'crepe-swap', 'crepe-replace', 'svlc', 'svlc+pos', 'dac-llm', 'dac-sam')      # the models of other groups
-_LOW_RANK = "Our SVLC and DAC are trained by low-rank updates, for the few steps of the other rows, and have hardly left CLIP: their rows say little of the published models."
+_LOW_RANK = "Our SVLC and DAC are trained by low-rank updates, for the few steps of the other rows: scores move, and accuracy hardly, so that these rows say little of the published models."
 _SWAP_WORDS = "SWAP brings in no rare word, and what hard negatives teach of rare words, which explains REPLACE here, says nothing of it."
 
 def _table1(b: str, a: str, on: dict, metric: str, **options) -> Contrast:
