@@ -1,17 +1,19 @@
 """Keep a reproduction as the project's committed results:  python scripts/keep.py [--times] [reproduction]
 
 Copies its tidy results to data/results/<profile>/, its figures to figures/ and its small outputs into nbs/paper/, so that they can be
-read on the web; renders README.md, whose tables come from there. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
+read on the web; runs what reads results (the ledger of claims) once more on those that were kept; renders README.md, whose tables come from there. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
 With --times, keeps only how long the notebooks of its profile took, from which `compvl reproduce` tells how much time is left.
 """
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
 from nbdev.clean import nbdev_clean
 
+from compvl.reproduce import reproduce
 from readme import ROOT, render
 
 LARGEST = 200_000  # bytes of an output that is kept in a notebook; larger figures are in figures/
@@ -66,6 +68,13 @@ def keep(out: Path):
         shutil.copy(path, ROOT / "figures")
     for path in sorted((out / "notebooks").glob("*.ipynb")):
         with_outputs(ROOT / "nbs/paper" / path.name, path, out)
+    reading = [p.stem for p in sorted((out / "notebooks").glob("*.ipynb")) if any("reads" in c.metadata.get("tags", []) for c in nbformat.read(p, as_version=4).cells)]
+    if reading:  # they say which results they read: now those that were just kept
+        with tempfile.TemporaryDirectory() as tmp:
+            if not reproduce(reading, folder.name, out=tmp).ok:
+                raise SystemExit(f"{', '.join(reading)} fail on the results that were kept: see above")
+            for name in reading:
+                with_outputs(ROOT / "nbs/paper" / f"{name}.ipynb", Path(tmp) / f"notebooks/{name}.ipynb", Path(tmp))
     nbdev_clean(fname=str(ROOT / "nbs/paper"))
     (ROOT / "README.md").write_text(render(), encoding="utf-8")
     print(f"kept {len(list(folder.iterdir()))} files in {folder.relative_to(ROOT)} and {len(figures)} figures in figures/")
