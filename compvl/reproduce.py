@@ -105,7 +105,7 @@ def _known_seconds(profile: str) -> dict[str, float]:
     path = data_dir()/"results"/profile/"notebooks.json"
     return {r["name"]: r["seconds"] for r in read_json(path) if r["status"] == "done"} if path.exists() else {}
 
-# %% ../nbs/lib/37_reproduce.ipynb #085030f4
+# %% ../nbs/lib/37_reproduce.ipynb #94e73b0e
 class _Monitor:
     "Shows where one notebook is, and samples the resident memory of the processes below this one; a context manager."
     beat = 30   # seconds between the lines of a log
@@ -114,7 +114,8 @@ class _Monitor:
         self.numbers = {i: n for n, i in enumerate((i for i, c in enumerate(cells) if c.cell_type == "code"), 1)}
         self.at, self.peak_mb, self.start, self._stop = None, 0.0, time.perf_counter(), threading.Event()
 
-    def on_cell(self, cell, cell_index: int, **_): self.at = cell_index; self.progress.unlink(missing_ok=True)
+    def on_cell(self, cell, cell_index: int, **_):
+        if cell_index in self.numbers: self.at = cell_index; self.progress.unlink(missing_ok=True)     # papermill tells of text, too
 
     def said(self) -> str:
         "What the cell that runs says of its own progress."
