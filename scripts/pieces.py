@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,15 +29,10 @@ def plan(profile):
 
 
 def one(name, key, seed, by_split):
-    """Make one piece, in this process; what went wrong, or '', and the seconds it took."""
-    from compvl.core import CompvlError
+    """Make one piece, in this process."""
     from compvl.experiments import ROWS, get_profile, results
-    t = time.perf_counter()
-    try:
-        with tempfile.TemporaryDirectory() as out:
-            for split, names in by_split.items(): results([ROWS[key]], names, replace(get_profile(name), seeds=(seed,)), out, f"piece-{split}", progress=False, split=split).check()
-    except CompvlError as e: return str(e), time.perf_counter() - t
-    return "", time.perf_counter() - t
+    with tempfile.TemporaryDirectory() as out:
+        for split, names in by_split.items(): results([ROWS[key]], names, replace(get_profile(name), seeds=(seed,)), out, f"piece-{split}", progress=False, split=split).check()
 
 
 def main():
@@ -50,17 +45,20 @@ def main():
     folder, t0, failed, made = (o.folder or ROOT/"data/results"/o.profile/"pieces").absolute(), time.perf_counter(), 0, 0
     os.environ |= dict(COMPVL_PIECES=str(folder), OMP_NUM_THREADS=str(max(1, cores()//o.processes)))     # the processes inherit it
     todo = iter(plan(get_profile(o.profile)))
-    with ProcessPoolExecutor(o.processes, multiprocessing.get_context("spawn")) as pool:      # each goes from piece to piece, and draws a picture once
-        running = {}
-        def fill():
-            while len(running) < o.processes and time.perf_counter() - t0 < 60*o.minutes and (piece := next(todo, None)): running[pool.submit(one, o.profile, *piece)] = piece
-        fill()
-        while running:
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                (key, seed, _), (error, seconds) = running.pop(done), done.result()
-                failed, made = failed + bool(error), made + (not error)
-                print(f"{key}, seed {seed}: {error or 'done'} ({seconds:.0f} s)", flush=True)
-            fill()
+    start = lambda: ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    pools, running = [start() for _ in range(o.processes)], {}     # a process goes from piece to piece, and draws a picture once; where one is killed, only its piece is lost
+    def fill(i):
+        if time.perf_counter() - t0 < 60*o.minutes and (piece := next(todo, None)): running[pools[i].submit(one, o.profile, *piece)] = i, piece, time.perf_counter()
+    for i in range(o.processes): fill(i)
+    while running:
+        for done in wait(running, return_when=FIRST_COMPLETED).done:
+            i, (key, seed, _), t = running.pop(done)
+            error = done.exception()
+            failed, made = failed + bool(error), made + (not error)
+            print(f"{key}, seed {seed}: {f'{type(error).__name__}: {error}' if error else 'done'} ({time.perf_counter() - t:.0f} s)", flush=True)
+            if isinstance(error, BrokenExecutor): pools[i] = start()
+            fill(i)
+    for pool in pools: pool.shutdown()
     left = len([*todo])
     print(f"{made} of {made + failed + left} pieces are there, {failed} failed")
     sys.exit(0 if not failed + left else 1)
