@@ -7,7 +7,7 @@ __all__ = ['VERDICTS', 'PIECE', 'HP', 'CAE', 'TCL', 'CLAIMS', 'LEDGER', 'PAPER_T
            'Contrast', 'differs', 'Within', 'Entry', 'join', 'make_ledger', 'ledger_table', 'counts', 'paper_report',
            'forest']
 
-# %% ../nbs/lib/41_claims.ipynb #21e12794
+# %% ../nbs/lib/41_claims.ipynb #4a6e7f1a
 import difflib, html, math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt, numpy as np, pandas as pd
 from matplotlib.lines import Line2D
 
-from .core import CompvlError, data_dir, pick, read_csv, read_json
+from .core import CompvlError, data_dir, notebook_number, pick, read_csv, read_json
 from .experiments import CAE_TABLE1, CAE_TABLE3, PROFILES, TABLE1, TABLE10, W_ATTR, verdict
 from .plots import GREEN, VERMILLION, style
 from .tables import ACCURACY, COMPOSITION, MEAN_SCORES, ORIGINAL_SCORE, RETRIEVAL, ZERO_SHOT, Column, published, published_cells
 
-# %% ../nbs/lib/41_claims.ipynb #074fb49d
+# %% ../nbs/lib/41_claims.ipynb #30c94e50
 VERDICTS = ('reproduced', 'not reproduced', 'undecided', 'no data')
 
 class Store:
@@ -42,8 +42,7 @@ class Store:
         return self._here[number]
 
     def _folders(self, stem: str) -> list[Path]:
-        number = stem.split('_')[0]
-        if not number.isdigit(): return [self.committed]
+        if not (number := notebook_number(stem)): return [self.committed]
         return [self.out/'tables', self.out/'results'] if self.ran_here(number) else [self.committed/self.profile]
 
     def table(self, stem: str) -> pd.DataFrame | None:
@@ -68,8 +67,7 @@ class Store:
         "Number of seeds of the results behind a table; NaN where nothing says so."
         t = self.table(stem)
         if t is not None and 'seeds' in t and len(t): return float(t.seeds.max())
-        number = stem.split('_')[0]
-        return float(self.record(number).get('seeds', np.nan)) if number.isdigit() else np.nan
+        return float(self.record(number).get('seeds', np.nan)) if (number := notebook_number(stem)) else np.nan
 
 # %% ../nbs/lib/41_claims.ipynb #986ef76a
 PIECE = ['test', 'a', 'b', 'difference', 'lo', 'hi', 'published', 'verdict']
@@ -348,7 +346,7 @@ TCL = [
 
 CLAIMS = [*HP, *CAE, *TCL]
 
-# %% ../nbs/lib/41_claims.ipynb #f74dfff6
+# %% ../nbs/lib/41_claims.ipynb #004d94c5
 def _said(v: float, unit: str = 'points') -> str: return (('0' if v == 0 else f'{v:+.0e}') if unit == 'nats' else f'{v:+.1f}').replace('-', '−')
 
 def _range(values, unit: str) -> str:
@@ -384,7 +382,7 @@ def make_ledger(store: Store, entries: Iterable[Entry] = tuple(CLAIMS)) -> tuple
         parts, missing = [], []
         for test in e.tests:
             t = test.pieces(store)
-            if t is None: missing.append(test.stem.split('_')[0])
+            if t is None: missing.append(notebook_number(test.stem) or test.stem)
             else: parts.append(t.assign(seeds=getattr(test, 'seeds', None) or store.seeds(test.stem)))
         t = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*PIECE, 'seeds'])
         evidence.append(t.assign(id=e.id))

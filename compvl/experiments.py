@@ -303,12 +303,12 @@ def oracle_scores(benchmark: Benchmark) -> pd.DataFrame:
     score = lambda i, t: {True: 1., False: 0., None: .5}[truth(i.image, t)]
     return pd.DataFrame([dict(id=i.id, group=i.group, s_c=score(i, i.caption), s_n=score(i, i.hard_negative), s_p=score(i, i.hard_positive)) for i in benchmark.items])
 
-# %% ../nbs/lib/34_experiments.ipynb #5bc916e6
+# %% ../nbs/lib/34_experiments.ipynb #5b482951
 @lru_cache(maxsize=4)
 def _draws(n: int, n_boot: int, seed: int) -> np.ndarray:
-    "How often each of n items is drawn in each resample, as a share: float32 [n_boot, n]."
+    "How often each of n items is drawn in each resample: float32 [n_boot, n]; counts, which are exact in it as shares would not be."
     rng = np.random.default_rng([seed, n])
-    return np.stack([np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(n_boot)]).astype(np.float32)/n
+    return np.stack([np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(n_boot)]).astype(np.float32)
 
 def seed_bootstrap(parts: Sequence[np.ndarray], weights: Sequence[float] | None = None, n_boot: int = 1000, seed: int = 0) -> tuple[float, np.ndarray]:
     """Weighted sum of the parts' means, and its resampled values, float64 [n_boot].
@@ -321,7 +321,7 @@ def seed_bootstrap(parts: Sequence[np.ndarray], weights: Sequence[float] | None 
     boot = np.zeros(n_boot)
     for k, (w, p) in enumerate(zip(weights, parts)):
         if len(p) not in (1, S): raise CompvlError(f"{len(p)} seeds stand beside {S}: train the same seeds for both rows, or one.")
-        means = _draws(p.shape[1], n_boot, seed + k) @ p.T
+        means = _draws(p.shape[1], n_boot, seed + k) @ p.T/p.shape[1]
         boot += w*((picks*means).sum(1) if len(p) > 1 else means[:, 0])
     return float(sum(w*p.mean() for w, p in zip(weights, parts))), boot
 
@@ -707,7 +707,7 @@ def drift_correlation(table: pd.DataFrame, metric: str = 'aug_acc', n_boot: int 
     found = {b: Correlation(t.drift.reset_index(drop=True), t[metric].reset_index(drop=True), 'spearman').interval(n_boot) for b, t in table.groupby('benchmark', sort=False) if len(t) > 2}
     return pd.DataFrame([(b, *(v/100 for v in i[:3]), i.n) for b, i in found.items()], columns=['benchmark', 'spearman', 'lo', 'hi', 'n'])
 
-# %% ../nbs/lib/34_experiments.ipynb #c6e74f78
+# %% ../nbs/lib/34_experiments.ipynb #695b89c5
 def recommend(res: Results, keys: Iterable[str], goals: dict[str, tuple[str, str, str]], less: Iterable[str] = ('brittleness',)) -> pd.DataFrame:
     """The row to take for each goal, chosen on every other item of the figure (benchmark, group, metric) and judged on the others.
 
@@ -731,11 +731,12 @@ def recommend(res: Results, keys: Iterable[str], goals: dict[str, tuple[str, str
         out.append((goal, best, order[1], sum(w*p.mean() for p, w in zip(half(best, 1), weights)), diff, lo, hi, tuple(k for k, (_, a, b) in over.items() if a <= 0 <= b), 'behind' if hi < 0 else 'ahead' if all(a > 0 for _, a, _ in over.values()) else 'undecided'))
     return pd.DataFrame(out, columns=['goal', 'best', 'next', 'value', 'ahead', 'lo', 'hi', 'as_good', 'verdict'])
 
-def advice(table: pd.DataFrame, unit: str = 'points') -> str:
-    "What `recommend` found as a Markdown list, a sentence a goal."
+def advice(table: pd.DataFrame, unit: str = 'points', most: int = 4) -> str:
+    "What `recommend` found as a Markdown list, a sentence a goal; of rows that are as good it names the first `most` and counts the others."
     f, label = lambda v, s='': f'{v:{s}.1f}'.replace('-', '−'), lambda k: ROWS[k].label if k in ROWS else k
+    def named(keys): return ', '.join([label(k) for k in keys[:most]] + [f'{len(keys) - most} more']*(len(keys) > most)) or 'others'
     def one(r):
-        said = dict(ahead=f'take **{label(r.best)}**', undecided=f"**undecided** between {label(r.best)} and {', '.join(map(label, r.as_good)) or 'others'}", behind=f'**undecided**: {label(r.best)} was chosen, and {label(r.next)} is better on the items that did not choose')[r.verdict]
+        said = dict(ahead=f'take **{label(r.best)}**', undecided=f"**undecided** between {label(r.best)} and {named(r.as_good)}", behind=f'**undecided**: {label(r.best)} was chosen, and {label(r.next)} is better on the items that did not choose')[r.verdict]
         return f"- {r.goal}: {said}. {label(r.best)} has {f(r.value)} on the items that did not choose, {f(r.ahead, '+')} {unit} better than {label(r.next)}, which came second [{f(r.lo, '+')}, {f(r.hi, '+')}]."
     return '\n'.join(one(r) for r in table.itertuples())
 

@@ -6,12 +6,12 @@
 __all__ = ['COUNTS', 'captioned_scenes', 'truth_rates', 'supervision', 'word_counts', 'rare_words', 'rarity_of_dial',
            'rarity_of_files']
 
-# %% ../nbs/lib/13_oracle.ipynb #a3cc8490
+# %% ../nbs/lib/13_oracle.ipynb #f515fd25
 import random, re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-import pandas as pd
+import numpy as np, pandas as pd
 from scipy.stats import binomtest
 
 from .core import data_dir
@@ -23,8 +23,12 @@ def captioned_scenes(n: int, seed: int = 0, split: str = 'val', style: str = 'co
     "`n` scenes of `split`, each with a true caption in the manner of pretraining (`style='web'`) or of COCO."
     return [(s, caption(s, random.Random(f'{split}-{seed}-{i}'), style).text) for i, s in enumerate(scenes(split, n, seed))]
 
-# %% ../nbs/lib/13_oracle.ipynb #9ad8260e
+# %% ../nbs/lib/13_oracle.ipynb #57e23a8b
 COUNTS = ('true', 'false', 'undecided', 'unreadable', 'refused')
+
+def _wilson(k: int, n: int) -> tuple[float, float]:
+    "The 95 % Wilson interval of the share k of n; NaN of none."
+    return tuple(map(float, binomtest(int(k), int(n)).proportion_ci(method='wilson'))) if n else (float('nan'),)*2
 
 def _verdict(scene, text): return {True: 'true', False: 'false'}.get(truth(scene, text), 'undecided' if readable(text) else 'unreadable')
 
@@ -45,8 +49,8 @@ def truth_rates(methods: dict[str, Callable[[str, int], Perturbed]], wanted: boo
     out['method'] = pd.Categorical(out.method, list(methods), ordered=True)
     out = out.sort_values(keys, ignore_index=True).astype({'method': str})
     good, read = out['true' if wanted else 'false'], out[list(COUNTS[:3])].sum(axis=1)
-    intervals = [binomtest(int(k), int(n)).proportion_ci(method='wilson') if n else (float('nan'),)*2 for k, n in zip(good, read)]
-    return out.assign(rate=100*good/read.where(read > 0), lo=[100*i[0] for i in intervals], hi=[100*i[1] for i in intervals]).rename_axis(columns=None)
+    lo, hi = np.array([_wilson(k, n) for k, n in zip(good, read)]).reshape(-1, 2).T
+    return out.assign(rate=100*good/read.where(read > 0), lo=100*lo, hi=100*hi).rename_axis(columns=None)
 
 # %% ../nbs/lib/13_oracle.ipynb #45661ad9
 def supervision(ds: FinetuneSet, n: int | None = None) -> pd.DataFrame:
@@ -63,7 +67,7 @@ def supervision(ds: FinetuneSet, n: int | None = None) -> pd.DataFrame:
     read = out[list(COUNTS[:3])].sum(axis=1)
     return out.assign(**{f'{k}_share': 100*out[k]/read.where(read > 0) for k in ('true', 'false')})
 
-# %% ../nbs/lib/13_oracle.ipynb #5924fba9
+# %% ../nbs/lib/13_oracle.ipynb #cdaba519
 _WORD = re.compile('[a-z]+')
 
 def word_counts(captions: Iterable[str]) -> Counter:
@@ -72,8 +76,8 @@ def word_counts(captions: Iterable[str]) -> Counter:
 
 def _share(k: int, n: int) -> dict:
     "k of n as a share, with its 95 % Wilson interval; NaN of none."
-    lo, hi = binomtest(k, n).proportion_ci(method='wilson') if n else (float('nan'),)*2
-    return dict(n=n, rare_share=k/n if n else float('nan'), lo=float(lo), hi=float(hi))
+    lo, hi = _wilson(k, n)
+    return dict(n=n, rare_share=k/n if n else float('nan'), lo=lo, hi=hi)
 
 def rare_words(pairs: Iterable[tuple[str, str]], frequency: Counter, rare: float = 1/20) -> dict:
     """Over pairs of a caption and a perturbation that differ in one word: `n`, how many there are, and `rare_share`, in 0..1, of those whose new word is rare, with its 95 % Wilson interval `lo`, `hi`; NaN where there are none.

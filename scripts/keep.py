@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 from nbdev.clean import nbdev_clean
 
-from compvl.reproduce import reproduce
+from compvl.reproduce import reads_others, reproduce
 from readme import ROOT, render
 
 LARGEST = 200_000  # bytes of an output that is kept in a notebook; larger figures are in figures/
@@ -68,7 +68,7 @@ def keep(out: Path):
         shutil.copy(path, ROOT / "figures")
     for path in sorted((out / "notebooks").glob("*.ipynb")):
         with_outputs(ROOT / "nbs/paper" / path.name, path, out)
-    reading = [p.stem for p in sorted((out / "notebooks").glob("*.ipynb")) if any("reads" in c.metadata.get("tags", []) for c in nbformat.read(p, as_version=4).cells)]
+    reading = [p.stem for p in sorted((out / "notebooks").glob("*.ipynb")) if reads_others(nbformat.read(p, as_version=4))]
     if reading:  # they say which results they read: now those that were just kept
         with tempfile.TemporaryDirectory() as tmp:
             if not reproduce(reading, folder.name, out=tmp).ok:

@@ -20,7 +20,7 @@ import nbformat
 import numpy as np
 import pandas as pd
 
-from compvl.core import read_csv
+from compvl.core import notebook_number, read_csv
 from readme import ROOT
 
 
@@ -194,7 +194,7 @@ def notebook(path: Path, root: Path = ROOT) -> tuple[list[str], int, int]:
     folder = root / "data/results" / profile
     if experiments.PROFILES[profile].root or experiments.PROFILES[profile].data != "microworld":
         return [], 0, sum(bool(outputs(c)) for c in cells)
-    kept, space, problems, made, left = Kept(folder, path.stem.split("_")[0]), {"__name__": "__main__", "__builtins__": builtins}, [], 0, 0
+    kept, space, problems, made, left = Kept(folder, notebook_number(path.stem)), {"__name__": "__main__", "__builtins__": builtins}, [], 0, 0
     swaps = dict.fromkeys(ITEMS, refuse) | dict(results=lambda rows, benchmarks, p, out, name, *a, **k: Stored(folder, name, rows, p), judge=kept.judge, comparisons=kept.comparisons)
     with tempfile.TemporaryDirectory() as tmp:
         (Path(tmp) / "tables").mkdir()
