@@ -94,7 +94,7 @@ async function look(width) {
   const f = document.createElement('iframe'); f.style.cssText = `width:${width}px;height:800px;border:0`; f.src = 'report.html';
   await new Promise(done => { f.onload = done; document.body.append(f); });
   const w = f.contentWindow, d = w.document; w.addEventListener('error', e => errors.push(String(e.message)));
-  await Promise.all([...d.images].map(i => i.decode().catch(() => 0)));
+  await Promise.all([...d.images].filter(i => !i.complete).map(i => new Promise(done => { i.onload = i.onerror = done; })));
   const e = d.scrollingElement;
   found[width] = {overflow: e.scrollWidth - e.clientWidth, broken: [...d.images].filter(i => !(i.naturalWidth > 0)).length, images: d.images.length,
     scrolling: [...d.querySelectorAll('.scroll')].filter(b => b.scrollWidth > b.clientWidth).length};
