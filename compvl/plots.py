@@ -90,7 +90,7 @@ def place_labels(ax, xs, ys, labels, colors, avoid=(), size=8):
         ax.annotate(label, at, middle, textcoords='figure fraction', fontsize=size, color=color, ha='center', va='center', zorder=5, path_effects=[withStroke(linewidth=2, foreground='white')],
                     arrowprops=dict(arrowstyle='-', color=color, lw=.5, shrinkA=0, shrinkB=4) if r > 14 else None)
 
-# %% ../nbs/lib/33_plots.ipynb #8c874b73
+# %% ../nbs/lib/33_plots.ipynb #ebf7e490
 _SHORT = {'CLIP ViT-B/32': 'CLIP', 'Our HP+HN (Swap-only)': 'Swap-only', 'Our HP+HN (Replace-only)': 'Replace-only'}
 def short(label: str) -> str:
     "A row's label as figures have it: where it tells a model's name and what stands for it here, the latter."
@@ -104,33 +104,35 @@ def _cell(summary, key, benchmark, group, metric):
 def _err(c): return [[max(0, c.value - c.lo)], [max(0, c.hi - c.value)]]
 
 def front(summary: pd.DataFrame, rows: Sequence, names: Sequence[str] = ('hard_positives_table1', 'hard_positives_table3'), x: str = 'orig_acc', measured: str = 'microworld', path: Sequence[str] = ()):
-    """Brittleness over accuracy (`x`: 'orig_acc' or 'aug_acc'), REPLACE and SWAP side by side; `path`: row keys joined by a line, measured and published.
+    """Brittleness over accuracy (`x`: 'orig_acc' or 'aug_acc'), REPLACE and SWAP side by side, measured above and published below, each with its own axes; `path`: row keys joined by a line.
 
     `summary`, `rows`: as for `compvl.tables.beside`; `names`: published tables. Returns the figure."""
-    theirs, placed = published_cells(*names), []
+    theirs, colors = published_cells(*names), {r.key: look(r.key, k) for k, r in enumerate(rows)}
+    tasks = [('REPLACE', 'replace', 'macro'), ('SWAP', 'swap', 'all')]
+    ours = lambda r, name, group: tuple(_cell(summary, r.key, name, group, m) for m in (x, 'brittleness'))
+    said = lambda r, name, group: tuple(theirs.get((r.label, f'{name}_{m}')) for m in (x, 'brittleness'))
+    found = {source: [[(r, at) for r in rows for at in [of(r, *task)] if all(v is not None for v in at)] for _, *task in tasks] for source, of in {f'{measured} (measured)': ours, 'CLIP ViT-B/32 (published)': said}.items()}
+    found = {source: panels for source, panels in found.items() if any(panels)} or {f'{measured} (measured)': [[], []]}
     with style():
-        fig, axes = plt.subplots(1, 2, figsize=(10.5, 4.6), layout='constrained')
-        for ax, (title, name, group) in zip(axes, [('REPLACE', 'replace', 'macro'), ('SWAP', 'swap', 'all')]):
-            pts, pub, bars, line = [], [], [], {False: [], True: []}
-            for k, r in enumerate(rows):
-                color, marker = look(r.key, k)
-                a, b = (_cell(summary, r.key, name, group, m) for m in (x, 'brittleness'))
-                if a is not None and b is not None:
-                    ax.errorbar(a.value, b.value, xerr=_err(a), yerr=_err(b), fmt=marker, color=color, ecolor=to_rgba(color, .4), ms=7, elinewidth=1, zorder=3)
-                    pts.append((a.value, b.value, short(r.label), color))
-                    bars += [(a.value + t*(e - a.value), b.value) for e in (a.lo, a.hi) for t in (.5, 1)] + [(a.value, b.value + t*(e - b.value)) for e in (b.lo, b.hi) for t in (.5, 1)]
-                    if r.key in path: line[False].append((path.index(r.key), a.value, b.value))
-                p = [theirs.get((r.label, f'{name}_{m}')) for m in (x, 'brittleness')]
-                if None not in p:
-                    ax.plot(*p, marker, mfc='none', mec=color, ms=7, mew=1.2, zorder=2); pub.append(p)
-                    if r.key in path: line[True].append((path.index(r.key), *p))
-            for is_published, pairs in line.items():
-                if len(pairs) > 1: ax.plot(*np.array(sorted(pairs))[:, 1:].T, color='#9455bb', lw=1, ls=':' if is_published else '-', zorder=1)
-            ax.set(title=title, xlabel=f'{METRIC_TITLES[x]} (%)', ylabel='brittleness (%)'); ax.margins(.14)
-            ax.grid(color='#eeeeee', lw=.8); ax.set_axisbelow(True)
-            placed.append((ax, pts, pub + bars))
-        fig.legend(handles=[Line2D([], [], marker='o', ls='', color='#444444', label=f'{measured} (measured, 95 % interval)'), Line2D([], [], marker='o', ls='', mfc='none', mec='#444444', label='published (CLIP ViT-B/32)')],
-                   loc='outside upper right', ncols=2)
+        fig, axes = plt.subplots(len(found), 2, figsize=(10.5, 4.4*len(found)), layout='constrained', squeeze=False)
+        placed = []
+        for line, (source, panels) in zip(axes, found.items()):
+            for ax, (title, *_), points in zip(line, tasks, panels):
+                pts, avoid, joined = [], [], []
+                for r, (a, b) in points:
+                    color, marker = colors[r.key]
+                    at = a, b
+                    if of_us := hasattr(a, 'value'):
+                        at = a.value, b.value
+                        ax.errorbar(*at, xerr=_err(a), yerr=_err(b), fmt='none', ecolor=to_rgba(color, .4), elinewidth=1, zorder=3)
+                        avoid += [(at[0] + t*(e - at[0]), at[1]) for e in (a.lo, a.hi) for t in (.5, 1)] + [(at[0], at[1] + t*(e - at[1])) for e in (b.lo, b.hi) for t in (.5, 1)]
+                    ax.plot(*at, marker, color=color, mfc=color if of_us else 'none', ms=7, mew=1.2, zorder=4)
+                    pts.append((*at, short(r.label), color))
+                    if r.key in path: joined.append((path.index(r.key), *at))
+                if len(joined) > 1: ax.plot(*np.array(sorted(joined))[:, 1:].T, color='#9455bb', lw=1, zorder=1)
+                ax.set(title=f'{title}, {source}', xlabel=f'{METRIC_TITLES[x]} (%)', ylabel='brittleness (%)'); ax.margins(.14)
+                ax.grid(color='#eeeeee', lw=.8); ax.set_axisbelow(True)
+                placed.append((ax, pts, avoid))
         fig.canvas.draw(); fig.set_layout_engine('none')
         for ax, pts, avoid in placed:
             if pts: place_labels(ax, *zip(*pts), avoid)
