@@ -299,7 +299,7 @@ def _interrupts():
     try: yield pressed
     finally: signal.signal(signal.SIGINT, before)
 
-# %% ../nbs/lib/37_reproduce.ipynb #22080b4b
+# %% ../nbs/lib/37_reproduce.ipynb #e82e837f
 def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns; None: all
               profile: str = "micro",               # smoke | micro | micro-full | paper
               data_root: str | Path | None = None,  # folder of the downloads that `paper` needs
@@ -337,7 +337,8 @@ def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns
         old = read_json(record) if record.exists() and not force else None
         current = old and (old["key"], old["result"]["status"]) == (key, "done") and all((out/f).exists() for f in [f"notebooks/{path.name}", *old["result"]["outputs"]])
         return dict(key=key, parameters=parameters, reads=reads), old if current else None
-    left = _Left([p.stem for p in paths if not state(p)[1]], _known_seconds(profile), jobs)
+    known = _known_seconds(profile)
+    left = _Left([p.stem for p in paths if not state(p)[1]], known, jobs)
     console.print(f"{len(left.todo)} of {len(paths)} notebooks to run{f', {jobs} at a time' if jobs > 1 else ''}: {left.said()}", markup=False, highlight=False)
     def ended(result, now=None):
         results.append(result)
@@ -355,7 +356,8 @@ def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns
                 if made := begun(path, lambda *a: _ran(*a, console, left)): ended(*made)
                 if results[-1].status == "interrupted": break
     else:
-        waiting, running = list(paths), {}     # running: its process -> state
+        waiting = sorted(paths, key=lambda p: (reads_others(books[p][0]), -known.get(p.stem, math.inf)))     # the longest first, so that none is left alone at the end
+        running = {}     # its process -> state
         with _interrupts() as pressed:
             while waiting or running:
                 while waiting and len(running) < jobs and not (running and reads_others(books[waiting[0]][0])):
