@@ -11,7 +11,7 @@ __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'W_ATTR', 'TCL_TABLE2', 
            'judge', 'findings', 'comparisons', 'carried', 'drift', 'drift_correlation', 'recommend', 'advice',
            'choose_weight', 'Example', 'examples', 'turned']
 
-# %% ../nbs/lib/34_experiments.ipynb #78345f8e
+# %% ../nbs/lib/34_experiments.ipynb #b89bd25e
 import itertools, math, os, random, shutil, sys, time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from .benchmarks import expand, load_benchmark
 from .core import CompvlError, atomic_write, config_hash, cores, data_dir, environment, git_commit, pick, read_json, write_json
+from .counterparts import POSITIVE_KINDS
 from .cross_encoders import open_scorer
 from .diffusion import scene_vocabulary
 from .embed import Deferred
@@ -35,7 +36,7 @@ from .tables import ACCURACY, Column, published_cells
 from .train import METHODS, RECIPES, Run, TrainConfig, run_name, sweep, train
 from .zoo import has_weights, load_zoo
 
-# %% ../nbs/lib/34_experiments.ipynb #e483012a
+# %% ../nbs/lib/34_experiments.ipynb #246d749d
 @dataclass(frozen=True)
 class Profile:
     """With what an experiment is done.
@@ -43,7 +44,7 @@ class Profile:
     `model`, `pretrained`: where every row starts (`compvl.models.create_model`). `data`: 'microworld', or 'coco' with the files below `root`.
     `n_train`: training items; `steps` or `epochs`, `batch_size`, `lr`, `warmup`, `weight_decay`, `precision`: of every training run;
     with `recipes`, only what the row's own recipe leaves open.
-    `n_items`: items of each benchmark (None: all) but for `n_retrieval`, `n_classification`: items of these tasks; `n_boot`: resamples of the
+    `n_items`: items of each benchmark (None: all) but for `n_retrieval`, `n_classification`: items of these tasks, and `n_kind`: of each kind of hard positive in `hard-positive-kinds`; `n_boot`: resamples of the
     intervals; `seeds`: of the training runs. `n_pretrain`, `pretrain_steps`: pairs and steps from which the microworld's base is made, None
     where the start is somebody else's."""
     name: str
@@ -62,6 +63,7 @@ class Profile:
     n_items: int | None = 1000
     n_retrieval: int | None = 1000
     n_classification: int | None = 1000
+    n_kind: int | None = 400
     n_boot: int = 1000
     seeds: tuple[int, ...] = (0,)
     n_pretrain: int | None = 60_000
@@ -83,11 +85,11 @@ class Profile:
                 + (" It is far too little to mean anything, and shows only that everything runs." if self.name == 'smoke' else ''))
 
 PROFILES = {p.name: p for p in [
-    Profile('smoke', n_train=128, steps=4, batch_size=32, warmup=1, n_items=60, n_retrieval=40, n_classification=60, n_boot=100, n_pretrain=256, pretrain_steps=4),
+    Profile('smoke', n_train=128, steps=4, batch_size=32, warmup=1, n_items=60, n_retrieval=40, n_classification=60, n_kind=12, n_boot=100, n_pretrain=256, pretrain_steps=4),
     Profile('micro'),
-    Profile('micro-full', n_train=24_000, steps=300, warmup=40, n_boot=2000, seeds=(0, 1, 2, 3, 4)),
+    Profile('micro-full', n_train=24_000, steps=300, warmup=40, n_kind=1000, n_boot=2000, seeds=(0, 1, 2, 3, 4)),
     # what a recipe leaves open is NegCLIP's
-    Profile('paper', 'ViT-B-32-quickgelu', 'openai', 'coco', n_train=None, steps=None, epochs=5, batch_size=256, lr=1e-6, warmup=50, precision='bf16', n_items=None, n_retrieval=None, n_classification=None, n_pretrain=None, pretrain_steps=None, recipes=True)]}
+    Profile('paper', 'ViT-B-32-quickgelu', 'openai', 'coco', n_train=None, steps=None, epochs=5, batch_size=256, lr=1e-6, warmup=50, precision='bf16', n_items=None, n_retrieval=None, n_classification=None, n_kind=None, n_pretrain=None, pretrain_steps=None, recipes=True)]}
 
 # %% ../nbs/lib/34_experiments.ipynb #5fc06ce9
 PAPER_FILES = dict(
@@ -440,7 +442,7 @@ class Results:
         lo, hi, p = resampled_difference(boot)
         return dict(a=va, b=vb, diff=diff, lo=lo, hi=hi, p=p, paired=paired)
 
-# %% ../nbs/lib/34_experiments.ipynb #80df0078
+# %% ../nbs/lib/34_experiments.ipynb #7f361bb2
 TRIPLETS = ('replace-relations', 'replace-attributes', 'swap')
 STANDARD = ('coco-retrieval', 'imagenet')
 CAE_BENCHMARKS = ('aro-relation', 'aro-attribution', 'sugarcrepe', 'vl-checklist-relation', 'vl-checklist-attribute', 'valse-relation', 'svo-probes', 'comvg')     # of CAE Table 1, but for Winoground
@@ -451,6 +453,7 @@ def load(names: Iterable[str], profile: Profile, split: str | None = None) -> tu
     for name in expand(names, profile.root is None):
         task = REGISTRY[name].task
         n = profile.n_retrieval if task == 'retrieval' else profile.n_classification if task == 'classification' else profile.n_items
+        if name == 'hard-positive-kinds': n = profile.n_kind and profile.n_kind*len(POSITIVE_KINDS)     # each kind is judged by itself
         if profile.root is None and n and n >= 1000 and (task == 'square' or name.startswith(('vtab-', 'flickr30k'))): n = None     # these are smaller by nature
         try: found.append(load_benchmark(name, profile.root, n=n, split=split))
         except CompvlError as e: missing[name] = str(e)

@@ -12,7 +12,7 @@ from compvl.experiments import PROFILES, ROWS, SHORT, TABLE1, TRIPLETS, get_prof
 from compvl.models import create_model
 from compvl.train import RECIPES
 
-STEPS = dict(n_train=16, steps=2, batch_size=8, n_items=12, n_retrieval=6, n_classification=6, n_boot=30)
+STEPS = dict(n_train=16, steps=2, batch_size=8, n_items=12, n_retrieval=6, n_classification=6, n_kind=2, n_boot=30)
 
 
 @pytest.fixture(scope="module")
