@@ -13,9 +13,9 @@ from typing import Any, Iterator
 warnings.filterwarnings('ignore', message='IProgress not found')   # of tqdm, which asks for ipywidgets that nothing here needs
 
 # %% auto #0
-__all__ = ['CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'notebook_number', 'runs_dir', 'cache_dir', 'atomic_write',
-           'write_json', 'read_json', 'read_csv', 'iter_jsonl', 'read_jsonl', 'config_hash', 'seed_everything',
-           'git_commit', 'cores', 'environment', 'require']
+__all__ = ['CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir', 'cache_dir',
+           'atomic_write', 'write_json', 'read_json', 'read_csv', 'iter_jsonl', 'read_jsonl', 'config_hash',
+           'seed_everything', 'git_commit', 'cores', 'environment', 'require']
 
 # %% ../nbs/lib/00_core.ipynb #230fee74
 class CompvlError(Exception):
@@ -36,7 +36,7 @@ def _carried(top: str, inside: str, marker: str) -> Path:
         if (folder/marker).exists(): return folder
     raise CompvlError(f"compvl's own {top}/ is missing beside {_package}: reinstall the package, or run from a complete checkout.")
 
-# %% ../nbs/lib/00_core.ipynb #4bdf4667
+# %% ../nbs/lib/00_core.ipynb #2e13c378
 def data_dir() -> Path:
     """Folder of the project's own data: `paper/` (published tables), `microworld/` (lexicon, base checkpoint), `results/`.
 
@@ -49,6 +49,11 @@ def data_dir() -> Path:
 def notebooks_dir() -> Path:
     "Folder of the paper notebooks: the checkout's `nbs/paper/`, else the copy in the installed package."
     return _carried("nbs/paper", "_notebooks", ".")
+
+def committed_results() -> Path:
+    "Folder of the committed results that README and index show: those of the profile micro-full where all its notebooks ran, else of micro."
+    full, micro = (data_dir()/"results"/profile for profile in ("micro-full", "micro"))
+    return full if (full/"notebooks.json").exists() else micro
 
 def notebook_number(name: str) -> str:
     "The number that the name of a paper notebook begins with, as do those of the tables, figures and results that it writes: '01' of `01_brittleness` and of `01_brittleness_findings.csv`; '' where there is none."
