@@ -17,7 +17,7 @@ def test_every_entry_finds_what_it_asks_of_tables_that_are_there(profile):
     assert (ledger.verdict != "no data").sum() >= 25
     decided = ledger[ledger.verdict.isin(VERDICTS[:2])]
     assert decided[["difference", "lo", "hi"]].notna().all(axis=None) and (ledger.sentence.str.len() > 10).all()
-    assert (evidence.dropna(subset=["lo"]).eval("lo <= difference + 1e-4 and difference - 1e-4 <= hi")).all()     # resamples are weighted in float32
+    assert (evidence.dropna(subset=["lo"]).eval("lo <= difference + 1e-9 and difference - 1e-9 <= hi")).all()
 
 
 def test_every_table_is_one_that_a_notebook_writes():
