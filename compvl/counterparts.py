@@ -22,7 +22,7 @@ from .microworld import (ATTRIBUTES, FRAMES, REL, SPLITS, TRIPLETS, Adj, Caption
 from .sources import shuffle_captions
 
 # %% auto #0
-__all__ = ['POSITIVE_KINDS', 'split_of', 'kept_out', 'facts', 'similarity']
+__all__ = ['split_of', 'kept_out', 'facts', 'similarity']
 
 # %% ../nbs/lib/28_counterparts.ipynb #35b1cbd5
 def _codes(scenes: Sequence[Scene]) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +169,7 @@ def _sugarcrepe_pp(r, operation):
         return s, c.text, n.text, _reworded(synonym or c, rng).text
     return _fill(r, Triplet, [''], make, _foiled(r, operation))
 
-# %% ../nbs/lib/28_counterparts.ipynb #ae739364
+# %% ../nbs/lib/28_counterparts.ipynb #a2c695f0
 def _exchanged(c: Caption) -> Caption: return replace(c, nps=c.nps[1::-1] + c.nps[2:])
 
 _PASSIVE = {REL[k]: v for k, v in {'holding': 'held by', 'pulling': 'pulled by', 'pointing at': 'pointed at by', 'chasing': 'chased by', 'watching': 'watched by'}.items()}
@@ -177,21 +177,21 @@ _PASSIVE = {REL[k]: v for k, v in {'holding': 'held by', 'pulling': 'pulled by',
 def _passive(c: Caption) -> Caption: return replace(_exchanged(c), link=_PASSIVE[c.relation])
 
 # kind of hard positive -> whether a caption has one, and how it is made
-POSITIVE_KINDS = {'synonym': (lambda c: True, lambda s, c, rng: hard_positive(s, c, rng.choice(('replace-object', 'replace-attribute', 'replace-relation')), rng)),
+_POSITIVE_KINDS = {'synonym': (lambda c: True, lambda s, c, rng: hard_positive(s, c, rng.choice(('replace-object', 'replace-attribute', 'replace-relation')), rng)),
                    'coordination': (lambda c: c.relation < 0, lambda s, c, rng: hard_positive(s, c, 'swap', rng)), 'converse': (lambda c: c.relation in _CONVERSE, lambda s, c, rng: _turned(c, rng)),
                    'voice': (lambda c: c.relation in _PASSIVE, lambda s, c, rng: _passive(c)), 'paraphrase': (lambda c: c.relation not in _CONVERSE, lambda s, c, rng: paraphrase(c, rng))}
 
-@counterpart('hard-positive-kinds', task='triplet')
+@counterpart('hard-positive-kinds', task='triplet', parts=len(_POSITIVE_KINDS))
 def _hard_positive_kinds(r):
     "Natural captions, hard negatives that swap or replace in common words, and hard positives of five kinds; a group a kind of hard positive."
     def make(x, slot, rng):
         (s, (c, _)), (kind, operation) = x, slot
-        fits, other = POSITIVE_KINDS[kind]
+        fits, other = _POSITIVE_KINDS[kind]
         if not fits(c) or len(c.nps) < 2: return None
         n = hard_negative(s, c, operation if operation == 'swap' else rng.choice(('replace-object', 'replace-attribute', *('replace-relation',)*(c.relation >= 0))), rng, 0)
         p = other(s, c, rng) if n else None
         return (s, c.text, n.text, p.text) if p and 'None' not in p.text and p.text != c.text else None
-    return _fill(r, Triplet, [(k, o) for o in ('swap', 'replace') for k in POSITIVE_KINDS], make, _captioned(r))
+    return _fill(r, Triplet, [(k, o) for o in ('swap', 'replace') for k in _POSITIVE_KINDS], make, _captioned(r))
 
 # %% ../nbs/lib/28_counterparts.ipynb #71eadf8a
 _PLACED = {REL[k] for k in ('left', 'right', 'above', 'below', 'near', 'behind', 'in front of')}    # follow from where things stand, or are told from both ends: never new by themselves

@@ -11,7 +11,7 @@ __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'W_ATTR', 'TCL_TABLE2', 
            'judge', 'findings', 'comparisons', 'carried', 'drift', 'drift_correlation', 'recommend', 'advice',
            'choose_weight', 'Example', 'examples', 'turned']
 
-# %% ../nbs/lib/34_experiments.ipynb #b89bd25e
+# %% ../nbs/lib/34_experiments.ipynb #78345f8e
 import itertools, math, os, random, shutil, sys, time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from .benchmarks import expand, load_benchmark
 from .core import CompvlError, atomic_write, config_hash, cores, data_dir, environment, git_commit, pick, read_json, write_json
-from .counterparts import POSITIVE_KINDS
 from .cross_encoders import open_scorer
 from .diffusion import scene_vocabulary
 from .embed import Deferred
@@ -36,7 +35,7 @@ from .tables import ACCURACY, Column, published_cells
 from .train import METHODS, RECIPES, Run, TrainConfig, run_name, sweep, train
 from .zoo import has_weights, load_zoo
 
-# %% ../nbs/lib/34_experiments.ipynb #246d749d
+# %% ../nbs/lib/34_experiments.ipynb #a0430382
 @dataclass(frozen=True)
 class Profile:
     """With what an experiment is done.
@@ -44,7 +43,7 @@ class Profile:
     `model`, `pretrained`: where every row starts (`compvl.models.create_model`). `data`: 'microworld', or 'coco' with the files below `root`.
     `n_train`: training items; `steps` or `epochs`, `batch_size`, `lr`, `warmup`, `weight_decay`, `precision`: of every training run;
     with `recipes`, only what the row's own recipe leaves open.
-    `n_items`: items of each benchmark (None: all) but for `n_retrieval`, `n_classification`: items of these tasks, and `n_kind`: of each kind of hard positive in `hard-positive-kinds`; `n_boot`: resamples of the
+    `n_items`: items of each benchmark (None: all) but for `n_retrieval`, `n_classification`: items of these tasks, and `n_kind`: of each part of a benchmark whose parts are judged by themselves; `n_boot`: resamples of the
     intervals; `seeds`: of the training runs. `n_pretrain`, `pretrain_steps`: pairs and steps from which the microworld's base is made, None
     where the start is somebody else's."""
     name: str
@@ -442,7 +441,7 @@ class Results:
         lo, hi, p = resampled_difference(boot)
         return dict(a=va, b=vb, diff=diff, lo=lo, hi=hi, p=p, paired=paired)
 
-# %% ../nbs/lib/34_experiments.ipynb #7f361bb2
+# %% ../nbs/lib/34_experiments.ipynb #abba021c
 TRIPLETS = ('replace-relations', 'replace-attributes', 'swap')
 STANDARD = ('coco-retrieval', 'imagenet')
 CAE_BENCHMARKS = ('aro-relation', 'aro-attribution', 'sugarcrepe', 'vl-checklist-relation', 'vl-checklist-attribute', 'valse-relation', 'svo-probes', 'comvg')     # of CAE Table 1, but for Winoground
@@ -451,9 +450,9 @@ def load(names: Iterable[str], profile: Profile, split: str | None = None) -> tu
     "Benchmarks of a profile (groups stand for their members), and for those whose files are not there, what is missing (also under the name of an average they belong to)."
     found, missing = [], {}
     for name in expand(names, profile.root is None):
-        task = REGISTRY[name].task
+        task, parts = REGISTRY[name].task, REGISTRY[name].parts
         n = profile.n_retrieval if task == 'retrieval' else profile.n_classification if task == 'classification' else profile.n_items
-        if name == 'hard-positive-kinds': n = profile.n_kind and profile.n_kind*len(POSITIVE_KINDS)     # each kind is judged by itself
+        if parts > 1: n = profile.n_kind and profile.n_kind*parts
         if profile.root is None and n and n >= 1000 and (task == 'square' or name.startswith(('vtab-', 'flickr30k'))): n = None     # these are smaller by nature
         try: found.append(load_benchmark(name, profile.root, n=n, split=split))
         except CompvlError as e: missing[name] = str(e)

@@ -225,7 +225,7 @@ def read_list(path) -> list:
     if not isinstance(data, list): raise CompvlError(f"{path} holds a {type(data).__name__}, not a list of items: is it the right file?")
     return data
 
-# %% ../nbs/lib/18_items.ipynb #53725cf3
+# %% ../nbs/lib/18_items.ipynb #5e6e1ddc
 class Loaded(NamedTuple):
     "What a loader gives: items, where they came from, for classification the class names and prompt templates, and the groups that the published macro average leaves out."
     items: list
@@ -268,7 +268,7 @@ class Entry:
     """A registered benchmark. `files`: loader of the released files, `micro`: of the microworld counterpart (None: there is none).
 
     `datasets`: names in `compvl.downloads` of the files it needs; `sources`: names accepted by `load_benchmark(source=…)` with a root;
-    `places`: folders under the root where its images may stand."""
+    `places`: folders under the root where its images may stand; `parts`: how many groups its counterpart has, if each is judged by itself (1: the benchmark is one)."""
     name: str
     task: str
     files: Loader | None = None
@@ -277,6 +277,7 @@ class Entry:
     datasets: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
+    parts: int = 1
     doc: str = ""
 
 REGISTRY: dict[str, Entry] = {}
@@ -298,13 +299,13 @@ def _again(old: Loader | None, new: Loader) -> bool:
     name = getattr(new, "__qualname__", "")
     return getattr(old, "__qualname__", None) == name and ("<" not in name or old.__code__.co_code == new.__code__.co_code)
 
-def counterpart(name: str, task: str | None = None, doc: str = "") -> Callable[[Loader], Loader]:
-    "Decorator: register the microworld counterpart of the benchmark `name`; one that has no released files is a benchmark of its own and names its `task`."
+def counterpart(name: str, task: str | None = None, doc: str = "", parts: int = 1) -> Callable[[Loader], Loader]:
+    "Decorator: register the microworld counterpart of the benchmark `name`; one that has no released files is a benchmark of its own and names its `task`. `parts`: as of `Entry`."
     def add(loader):
         e = REGISTRY.get(name)
         if e is None and task is None: raise CompvlError(f"There is no benchmark {name!r} to be a counterpart of: register its released files first, or give the task.")
         if e is not None and (e.micro and not _again(e.micro, loader) or task not in (None, e.task)): raise CompvlError(f"The benchmark {name!r} has a counterpart already, or another task ({e.task}): choose another name.")
-        REGISTRY[name] = replace(e or Entry(name, task, doc=doc or (loader.__doc__ or "").strip()), micro=loader)
+        REGISTRY[name] = replace(e or Entry(name, task, doc=doc or (loader.__doc__ or "").strip()), micro=loader, parts=parts)
         return loader
     return add
 

@@ -90,7 +90,7 @@ def place_labels(ax, xs, ys, labels, colors, avoid=(), size=8):
         ax.annotate(label, at, middle, textcoords='figure fraction', fontsize=size, color=color, ha='center', va='center', zorder=5, path_effects=[withStroke(linewidth=2, foreground='white')],
                     arrowprops=dict(arrowstyle='-', color=color, lw=.5, shrinkA=0, shrinkB=4) if r > 14 else None)
 
-# %% ../nbs/lib/33_plots.ipynb #ebf7e490
+# %% ../nbs/lib/33_plots.ipynb #6f04edbd
 _SHORT = {'CLIP ViT-B/32': 'CLIP', 'Our HP+HN (Swap-only)': 'Swap-only', 'Our HP+HN (Replace-only)': 'Replace-only'}
 def short(label: str) -> str:
     "A row's label as figures have it: where it tells a model's name and what stands for it here, the latter."
@@ -111,22 +111,21 @@ def front(summary: pd.DataFrame, rows: Sequence, names: Sequence[str] = ('hard_p
     tasks = [('REPLACE', 'replace', 'macro'), ('SWAP', 'swap', 'all')]
     ours = lambda r, name, group: tuple(_cell(summary, r.key, name, group, m) for m in (x, 'brittleness'))
     said = lambda r, name, group: tuple(theirs.get((r.label, f'{name}_{m}')) for m in (x, 'brittleness'))
-    found = {source: [[(r, at) for r in rows for at in [of(r, *task)] if all(v is not None for v in at)] for _, *task in tasks] for source, of in {f'{measured} (measured)': ours, 'CLIP ViT-B/32 (published)': said}.items()}
-    found = {source: panels for source, panels in found.items() if any(panels)} or {f'{measured} (measured)': [[], []]}
+    found = [(source, of is ours, [[(r, at) for r in rows for at in [of(r, *task)] if all(v is not None for v in at)] for _, *task in tasks]) for source, of in ((f'{measured} (measured)', ours), ('CLIP ViT-B/32 (published)', said))]
+    found = [f for f in found if any(f[2])] or found[:1]
     with style():
         fig, axes = plt.subplots(len(found), 2, figsize=(10.5, 4.4*len(found)), layout='constrained', squeeze=False)
         placed = []
-        for line, (source, panels) in zip(axes, found.items()):
+        for line, (source, own, panels) in zip(axes, found):
             for ax, (title, *_), points in zip(line, tasks, panels):
                 pts, avoid, joined = [], [], []
                 for r, (a, b) in points:
                     color, marker = colors[r.key]
-                    at = a, b
-                    if of_us := hasattr(a, 'value'):
-                        at = a.value, b.value
+                    at = (a.value, b.value) if own else (a, b)
+                    if own:
                         ax.errorbar(*at, xerr=_err(a), yerr=_err(b), fmt='none', ecolor=to_rgba(color, .4), elinewidth=1, zorder=3)
                         avoid += [(at[0] + t*(e - at[0]), at[1]) for e in (a.lo, a.hi) for t in (.5, 1)] + [(at[0], at[1] + t*(e - at[1])) for e in (b.lo, b.hi) for t in (.5, 1)]
-                    ax.plot(*at, marker, color=color, mfc=color if of_us else 'none', ms=7, mew=1.2, zorder=4)
+                    ax.plot(*at, marker, color=color, mfc=color if own else 'none', ms=7, mew=1.2, zorder=4)
                     pts.append((*at, short(r.label), color))
                     if r.key in path: joined.append((path.index(r.key), *at))
                 if len(joined) > 1: ax.plot(*np.array(sorted(joined))[:, 1:].T, color='#9455bb', lw=1, zorder=1)

@@ -229,7 +229,7 @@ def _write_pages(out: Path, results: list[Result]) -> None:
     with atomic_write(out/"index.html") as tmp:
         tmp.write_text(_PAGE.format(environment=html.escape(line), sections=sections), encoding="utf-8")
 
-# %% ../nbs/lib/37_reproduce.ipynb #e9de6dc6
+# %% ../nbs/lib/37_reproduce.ipynb #b37d8440
 def _made(out: Path) -> dict:
     "State of every table, figure and result file under `out`; what is being written does not count."
     return {p.relative_to(out).as_posix(): p.stat().st_mtime_ns for pattern in ("tables/**/*", "figures/**/*", "results/*") for p in out.glob(pattern) if p.is_file() and not p.name.startswith(".")}
@@ -240,13 +240,14 @@ def _to_html(path: Path) -> None:
     body, _ = exporter.from_filename(str(path))
     with atomic_write(path.with_suffix(".html")) as tmp: tmp.write_text(body, encoding="utf-8")
 
+def _title(path: Path, cells: list) -> str: return next((c.source.splitlines()[0].lstrip("# ") for c in cells if c.cell_type == "markdown" and c.source.startswith("# ")), path.stem)
+
 def _run(path: Path, profile: str, parameters: dict, out: Path, console, left: _Left | None = None) -> Result:
     "Execute one notebook into `out/notebooks`; never raises for what goes wrong inside it."
     pm = require("papermill", "notebooks")
     target, before = out/"notebooks"/path.name, _made(out)
     target.with_suffix(".json").unlink(missing_ok=True)   # no record until this execution ends
     cells = pm.execute_notebook(path, target, parameters=parameters, prepare_only=True).cells
-    title = next((c.source.splitlines()[0].lstrip("# ") for c in cells if c.cell_type == "markdown" and c.source.startswith("# ")), path.stem)
     status, error = "done", ""
     os.environ["COMPVL_PROGRESS"] = str(progress := out/"notebooks"/f".{path.stem}.progress")    # the kernel inherits it
     with _Monitor(console, path.stem, cells, progress, left) as monitor:
@@ -259,7 +260,7 @@ def _run(path: Path, profile: str, parameters: dict, out: Path, console, left: _
     def others(f): return notebook_number(Path(f).name) not in ("", notebook_number(path.name))     # of notebooks that run at the same time
     made = sorted(f for f, t in _made(out).items() if before.get(f) != t and not others(f))
     if target.exists(): _to_html(target)
-    return Result(path.stem, title, status, profile, git_commit(), round(monitor.seconds, 2), round(monitor.peak_mb, 1), error, made)
+    return Result(path.stem, _title(path, cells), status, profile, git_commit(), round(monitor.seconds, 2), round(monitor.peak_mb, 1), error, made)
 
 def _ran(path: Path, profile: str, parameters: dict, out: Path, console, left: _Left | None = None) -> Result:
     "As `_run`, also where the interrupt comes between the notebook's cells and its page."
@@ -299,7 +300,7 @@ def _interrupts():
     try: yield pressed
     finally: signal.signal(signal.SIGINT, before)
 
-# %% ../nbs/lib/37_reproduce.ipynb #e82e837f
+# %% ../nbs/lib/37_reproduce.ipynb #aab72283
 def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns; None: all
               profile: str = "micro",               # smoke | micro | micro-full | paper
               data_root: str | Path | None = None,  # folder of the downloads that `paper` needs
@@ -312,7 +313,7 @@ def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns
     """Run the paper notebooks with papermill and write `out/index.html` and `out/report.html`; goes on after a notebook that fails.
 
     Training runs live in `$COMPVL_RUNS`, or else in `out/runs`. A notebook that reads what others make runs after them. Ctrl-C ends the notebooks that run, keeps their cells so far, and
-    still writes the pages; their status is `interrupted`.
+    still writes the pages; their status is `interrupted`, as is that of those that still waited.
 
     Raises `CompvlError` for an unknown profile or notebook, a missing `data_root`, less than one job, or papermill not being installed."""
     from rich.console import Console
@@ -368,6 +369,9 @@ def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns
                 if pressed:
                     pressed.clear(); waiting.clear()
                     for one in running: one.interrupt()
+    for path in [p for p in paths if p.stem not in {r.name for r in results}]:      # an interrupt left them out
+        old = state(path)[1]
+        results.append(Result(**old["result"] | dict(status="up to date")) if old else Result(path.stem, _title(path, books[path][0].cells), "interrupted", profile, error="not started: stopped from the keyboard"))
     results.sort(key=lambda r: r.name)
     _write_pages(out, results)
     summary = Summary(out, profile, results)

@@ -1,5 +1,8 @@
 """What the notebook 10_beyond asks of other modules: rows that leave those of the papers as they were, pieces of all that it shows, and combinations that no training text has."""
 import importlib.util
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,3 +44,24 @@ def test_training_says_no_kept_out_combination_but_falsely():
     assert any(kept_out(n) for _, _, n in told if n)
     assert all(kept_out(i.caption) for i in load_benchmark("combinations", n=60, split="heldout").items)
     assert not any(kept_out(i.caption) for i in load_benchmark("combinations", n=60).items)
+
+
+def test_a_piece_that_fails_or_whose_process_is_killed_costs_only_itself(tmp_path):
+    script = tmp_path/"some.py"
+    script.write_text("""
+import os, sys
+from pathlib import Path
+import pieces
+def one(profile, key, seed, by_split):
+    if key == "wrong": raise ValueError("no such row")
+    if key == "killed": os._exit(9)
+    Path(os.environ["COMPVL_PIECES"], f"{key}-{seed}").touch()
+if __name__ == "__main__":
+    pieces.one = one
+    pieces.plan = lambda profile: [(k, s, {}) for s in (0, 1) for k in ("a", "wrong", "b", "killed", "c")]
+    pieces.main()
+""")
+    said = subprocess.run([sys.executable, str(script), "--processes", "2", "--folder", str(tmp_path)], capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT/"scripts"), str(ROOT)])})
+    assert {p.name for p in tmp_path.iterdir()} == {"some.py", *(f"{k}-{s}" for k in "abc" for s in (0, 1))}, said.stderr
+    assert said.returncode == 1 and "6 of 10 pieces are there, 4 failed" in said.stdout
+    assert "wrong, seed 0: ValueError: no such row" in said.stdout and "killed, seed 1: BrokenProcessPool" in said.stdout
