@@ -73,7 +73,7 @@ def _label(cells, i: int) -> str:
                 if line.startswith("#"): return line.lstrip("# ")
     return first
 
-# %% ../nbs/lib/37_reproduce.ipynb #bdead8c9
+# %% ../nbs/lib/37_reproduce.ipynb #d7c733eb
 class _Left:
     "How long the notebooks `todo` will take, `jobs` at a time. `known`: seconds of each in the committed run, as far as there is a record."
     def __init__(self, todo: list[str], known: dict[str, float], jobs: int = 1): self.todo, self.known, self.jobs, self.spent, self.due = list(todo), known, jobs, 0.0, 0.0
@@ -103,8 +103,9 @@ def _spoken(seconds: float) -> str:
     return f"{minutes//60} h {minutes%60} min" if minutes >= 60 else f"{minutes} min" if seconds > 60 else "a minute"
 
 def _known_seconds(profile: str) -> dict[str, float]:
-    "Seconds of each notebook in the committed run of a profile."
+    "Seconds of each notebook in the committed run of a profile; none where its training was done before, piece by piece, and is not done here."
     path = data_dir()/"results"/profile/"notebooks.json"
+    if (path.parent/"training.csv").exists() and not os.environ.get("COMPVL_PIECES"): return {}
     return {r["name"]: r["seconds"] for r in read_json(path) if r["status"] == "done"} if path.exists() else {}
 
 # %% ../nbs/lib/37_reproduce.ipynb #94e73b0e

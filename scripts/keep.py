@@ -2,15 +2,18 @@
 
 Copies its tidy results to data/results/<profile>/, its figures to figures/ and its small outputs into nbs/paper/, so that they can be
 read on the web; runs what reads results (the ledger of claims) once more on those that were kept; renders README.md, whose tables come from there. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
+Where training was done before, piece by piece (COMPVL_PIECES is its folder), training.csv beside the results says what it took.
 With --times, keeps only how long the notebooks of its profile took, from which `compvl reproduce` tells how much time is left.
 """
 import json
+import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 from nbdev.clean import nbdev_clean
 
 from compvl.reproduce import reads_others, reproduce
@@ -44,6 +47,18 @@ def times(out: Path, folder: Path | None = None):
     (folder / "notebooks.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+def training(runs: list[dict], pieces: Path, folder: Path):
+    """Write the training runs behind the rows of these results, with their seconds, to training.csv in `folder`: those whose metrics are among the pieces."""
+    rows = {r["config"]: (r["method"], r["seed"], told["profile"]["batch_size"]) for told in runs for r in told["rows"]}
+    found = []
+    for path in pieces.glob("*-*.csv.gz"):
+        config = path.name.split(".")[0].rsplit("-", 1)[1]
+        if config in rows:
+            (method, seed, batch_size), speed = rows[config], pd.read_csv(path).samples_per_s
+            found.append(dict(method=method, seed=seed, config=config, steps=len(speed), seconds=round((batch_size / speed).sum(), 1)))
+    pd.DataFrame(found).sort_values(["seed", "method"]).to_csv(folder / "training.csv", index=False)
+
+
 def keep(out: Path):
     """Copy what `out` holds, after checking that all of it was made at one commit, by one profile."""
     kept = sorted((out / "results").glob("*.json"))
@@ -63,6 +78,8 @@ def keep(out: Path):
     for path in [*kept, *sorted((out / "results").glob("*.csv")), *tables]:
         shutil.copy(path, folder)
     times(out, folder)
+    if pieces := os.environ.get("COMPVL_PIECES"):
+        training(runs, Path(pieces), folder)
     figures = [p for p in sorted((out / "figures").iterdir()) if p.suffix in (".png", ".svg")]
     for path in figures:
         shutil.copy(path, ROOT / "figures")
