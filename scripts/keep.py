@@ -90,6 +90,8 @@ def keep(out: Path):
         with tempfile.TemporaryDirectory() as tmp:
             if not reproduce(reading, folder.name, out=tmp).ok:
                 raise SystemExit(f"{', '.join(reading)} fail on the results that were kept: see above")
+            for path in sorted(Path(tmp, "tables").glob("*.csv")):
+                shutil.copy(path, folder)
             for name in reading:
                 with_outputs(ROOT / "nbs/paper" / f"{name}.ipynb", Path(tmp) / f"notebooks/{name}.ipynb", Path(tmp))
     nbdev_clean(fname=str(ROOT / "nbs/paper"))
