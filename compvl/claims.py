@@ -22,7 +22,7 @@ from .experiments import CAE_TABLE1, CAE_TABLE3, PROFILES, TABLE1, TABLE10, W_AT
 from .plots import GREEN, VERMILLION, style
 from .tables import ACCURACY, COMPOSITION, MEAN_SCORES, ORIGINAL_SCORE, RETRIEVAL, ZERO_SHOT, Column, published, published_cells
 
-# %% ../nbs/lib/41_claims.ipynb #30c94e50
+# %% ../nbs/lib/41_claims.ipynb #69db5a8e
 VERDICTS = ('reproduced', 'not reproduced', 'undecided', 'no data')
 
 class Store:
@@ -56,7 +56,7 @@ class Store:
         "Of which results the tables of a notebook are: `notebook`, `results`, `commit`, `seeds`; empty where there are none."
         here = self.ran_here(number)
         told = [r for f in self._folders(number)[-1:] for r in map(read_json, sorted(f.glob(f'{number}_*.json')))]
-        seeds = {len(r['profile']['seeds']) for r in told}
+        seeds = {len({row['seed'] for row in r['rows']}) for r in told}      # models that are only judged have one, whatever the profile
         runs = ([read_json(p)['result'] for p in self.out.glob(f'notebooks/{number}_*.json')] if here else
                 [r for p in [self.committed/self.profile/'notebooks.json'] if p.exists() for r in read_json(p) if r['name'].startswith(f'{number}_')])
         if not here and not any((self.committed/self.profile).glob(f'{number}_*.csv')): return {}
