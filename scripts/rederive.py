@@ -25,7 +25,7 @@ from readme import ROOT
 
 
 ITEMS = """row_models learning_curves examples turned load load_benchmarks load_benchmark kind_attributions attribution_gap supervision captioned_scenes truth_rates operator_shares worst
- sheet scenes train ship_base ship_matcher train_matcher save_figure text_similarities case_study load_train_data choose_weight""".split()   # what needs models, items or pictures
+ sheet scenes train train_towers identifiability ship_base ship_matcher train_matcher save_figure text_similarities case_study load_train_data choose_weight""".split()   # what needs models, items or pictures
 
 
 class NotStored(Exception):
