@@ -441,7 +441,7 @@ class Results:
         lo, hi, p = resampled_difference(boot)
         return dict(a=va, b=vb, diff=diff, lo=lo, hi=hi, p=p, paired=paired)
 
-# %% ../nbs/lib/34_experiments.ipynb #abba021c
+# %% ../nbs/lib/34_experiments.ipynb #13d4f265
 TRIPLETS = ('replace-relations', 'replace-attributes', 'swap')
 STANDARD = ('coco-retrieval', 'imagenet')
 CAE_BENCHMARKS = ('aro-relation', 'aro-attribution', 'sugarcrepe', 'vl-checklist-relation', 'vl-checklist-attribute', 'valse-relation', 'svo-probes', 'comvg')     # of CAE Table 1, but for Winoground
@@ -450,10 +450,10 @@ def load(names: Iterable[str], profile: Profile, split: str | None = None) -> tu
     "Benchmarks of a profile (groups stand for their members), and for those whose files are not there, what is missing (also under the name of an average they belong to)."
     found, missing = [], {}
     for name in expand(names, profile.root is None):
-        task, parts = REGISTRY[name].task, REGISTRY[name].parts
-        n = profile.n_retrieval if task == 'retrieval' else profile.n_classification if task == 'classification' else profile.n_items
-        if parts > 1: n = profile.n_kind and profile.n_kind*parts
-        if profile.root is None and n and n >= 1000 and (task == 'square' or name.startswith(('vtab-', 'flickr30k'))): n = None     # these are smaller by nature
+        entry = REGISTRY[name]
+        n = profile.n_retrieval if entry.task == 'retrieval' else profile.n_classification if entry.task == 'classification' else profile.n_items
+        if entry.parts > 1: n = profile.n_kind and profile.n_kind*entry.parts
+        if profile.root is None and n and n >= 1000 and (entry.task == 'square' or name.startswith(('vtab-', 'flickr30k'))): n = None     # these are smaller by nature
         try: found.append(load_benchmark(name, profile.root, n=n, split=split))
         except CompvlError as e: missing[name] = str(e)
     there = averages(b.name for b in found)

@@ -301,7 +301,7 @@ def _interrupts():
     try: yield pressed
     finally: signal.signal(signal.SIGINT, before)
 
-# %% ../nbs/lib/37_reproduce.ipynb #aab72283
+# %% ../nbs/lib/37_reproduce.ipynb #c4a90628
 def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns; None: all
               profile: str = "micro",               # smoke | micro | micro-full | paper
               data_root: str | Path | None = None,  # folder of the downloads that `paper` needs
@@ -332,13 +332,13 @@ def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns
     surroundings, results = _surroundings(), []
     books = {p: (nbformat.read(p, as_version=4), {k: v for k, v in offered.items() if k in pm.inspect_notebook(str(p))}) for p in paths}
     def state(path):
-        "Key, parameters and digest of what it reads, and the record of a notebook that is up to date."
+        "Key, parameters and digest of what it reads, and, of a notebook that is up to date, what became of it."
         nb, parameters = books[path]
         reads = _stored(out, profile, path.stem) if reads_others(nb) else ""
         key, record = _key(nb, parameters, surroundings + reads), out/"notebooks"/f"{path.stem}.json"
         old = read_json(record) if record.exists() and not force else None
         current = old and (old["key"], old["result"]["status"]) == (key, "done") and all((out/f).exists() for f in [f"notebooks/{path.name}", *old["result"]["outputs"]])
-        return dict(key=key, parameters=parameters, reads=reads), old if current else None
+        return dict(key=key, parameters=parameters, reads=reads), Result(**old["result"] | dict(status="up to date")) if current else None
     known = _known_seconds(profile)
     left = _Left([p.stem for p in paths if not state(p)[1]], known, jobs)
     console.print(f"{len(left.todo)} of {len(paths)} notebooks to run{f', {jobs} at a time' if jobs > 1 else ''}: {left.said()}", markup=False, highlight=False)
@@ -349,9 +349,9 @@ def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns
         _say(console, result, left.said() if jobs > 1 and left.todo else "")
     def begun(path, run):
         "Start a notebook, where it is not up to date: what `run` gives for its arguments, and its state; asked now, for what it reads may just have been made."
-        now, old = state(path)
-        if not old: return run(path, profile, now["parameters"], out), now
-        ended(Result(**old["result"] | dict(status="up to date")))
+        now, current = state(path)
+        if not current: return run(path, profile, now["parameters"], out), now
+        ended(current)
     if jobs == 1:
         with suppress(KeyboardInterrupt):      # one that comes between two notebooks
             for path in paths:
@@ -371,8 +371,7 @@ def reproduce(notebooks: list[str] | None = None,   # names, numbers or patterns
                     pressed.clear(); waiting.clear()
                     for one in running: one.interrupt()
     for path in [p for p in paths if p.stem not in {r.name for r in results}]:      # an interrupt left them out
-        old = state(path)[1]
-        results.append(Result(**old["result"] | dict(status="up to date")) if old else Result(path.stem, _title(path, books[path][0].cells), "interrupted", profile, error="not started: stopped from the keyboard"))
+        results.append(state(path)[1] or Result(path.stem, _title(path, books[path][0].cells), "interrupted", profile, error="not started: stopped from the keyboard"))
     results.sort(key=lambda r: r.name)
     _write_pages(out, results)
     summary = Summary(out, profile, results)
