@@ -390,14 +390,14 @@ class CrossEmbedder:
         "Raises CompvlError: sentences have no features of their own here."
         raise CompvlError(f"{desc}{self.name} scores an image with a caption and cannot compare two sentences: leave text similarity out")
 
-# %% ../nbs/lib/30_embed.ipynb #fdf6cc3c
+# %% ../nbs/lib/30_embed.ipynb #8409ad11
 class Deferred:
-    "The scorer of a model that `make` returns when something is to be scored. `fingerprint`: under which its scores are kept, so it must change with whatever makes another model of it; `name`: for tables."
-    def __init__(self, make: Callable[[], Model], fingerprint: str, name: str): self._make, self._scorer, self.fingerprint, self.name = make, None, fingerprint, name
+    "The scorer of a model that `make` returns, of either kind, when something is to be scored. `fingerprint`: under which its scores are kept, so it must change with whatever makes another model of it; `name`: for tables."
+    def __init__(self, make: Callable, fingerprint: str, name: str): self._make, self._scorer, self.fingerprint, self.name = make, None, fingerprint, name
     def on(self, device): return nullcontext()
     def __getattr__(self, attribute):
         if attribute.startswith('_'): raise AttributeError(attribute)
-        if self._scorer is None: self._scorer = Embedder(self._make(), progress=False)
+        if self._scorer is None: self._scorer = scorer_of(self._make(), progress=False)
         return getattr(self._scorer, attribute)
 
 # %% ../nbs/lib/30_embed.ipynb #86a05f23

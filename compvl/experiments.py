@@ -6,12 +6,12 @@
 __all__ = ['PROFILES', 'PAPER_FILES', 'ROWS', 'TABLE1', 'W_ATTR', 'TCL_TABLE2', 'TABLE8', 'TABLE3', 'TABLE10', 'CAE_TABLE1',
            'CAE_TABLE2', 'CAE_TABLE3', 'CAE_TABLE4', 'CAE_TABLE5', 'DOSE', 'UNSEEN', 'TOGETHER', 'BEYOND', 'BASES',
            'TRIPLETS', 'STANDARD', 'CAE_BENCHMARKS', 'SHORT', 'Profile', 'get_profile', 'Row', 'rows', 'train_config',
-           'row_model', 'base_config', 'ship_base', 'base_record', 'chance', 'oracle_scores', 'seed_bootstrap',
-           'Results', 'load', 'Pieces', 'results', 'row_models', 'learning_curves', 'Claim', 'change', 'verdict',
-           'judge', 'findings', 'comparisons', 'carried', 'drift', 'drift_correlation', 'recommend', 'advice',
-           'choose_weight', 'Example', 'examples', 'turned']
+           'seeds_of', 'run_config', 'row_model', 'base_config', 'matcher_config', 'ship_base', 'base_record', 'chance',
+           'oracle_scores', 'seed_bootstrap', 'Results', 'load', 'Pieces', 'results', 'row_models', 'learning_curves',
+           'Claim', 'change', 'verdict', 'judge', 'findings', 'comparisons', 'carried', 'drift', 'drift_correlation',
+           'recommend', 'advice', 'choose_weight', 'Example', 'examples', 'turned']
 
-# %% ../nbs/lib/34_experiments.ipynb #78345f8e
+# %% ../nbs/lib/34_experiments.ipynb #5f2d415c
 import itertools, math, os, random, shutil, sys, time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,11 +23,12 @@ from tqdm import tqdm
 
 from .benchmarks import expand, load_benchmark
 from .core import CompvlError, atomic_write, config_hash, cores, data_dir, environment, git_commit, pick, read_json, write_json
-from .cross_encoders import open_scorer
+from .cross_encoders import PairScorer, open_scorer
 from .diffusion import scene_vocabulary
 from .embed import Deferred
 from .evaluate import AVERAGES, COLUMNS, TASKS, Kept, average_parts, averages, evaluate, identity, macro_groups, task_of
 from .items import REGISTRY, Benchmark
+from .matching import MatcherConfig, MatchingScorer, load_matcher, matcher_name, train_matcher
 from .metrics import Correlation, bootstrap, figures, resampled_difference, triplet_metrics
 from .microworld import PretrainSet, Scene, truth
 from .models import Model, create_model
@@ -35,7 +36,7 @@ from .tables import ACCURACY, Column, published_cells
 from .train import METHODS, RECIPES, Run, TrainConfig, run_name, sweep, train
 from .zoo import has_weights, load_zoo
 
-# %% ../nbs/lib/34_experiments.ipynb #a0430382
+# %% ../nbs/lib/34_experiments.ipynb #3e78e38a
 @dataclass(frozen=True)
 class Profile:
     """With what an experiment is done.
@@ -45,7 +46,7 @@ class Profile:
     with `recipes`, only what the row's own recipe leaves open.
     `n_items`: items of each benchmark (None: all) but for `n_retrieval`, `n_classification`: items of these tasks, and `n_kind`: of each part of a benchmark whose parts are judged by themselves; `n_boot`: resamples of the
     intervals; `seeds`: of the training runs. `n_pretrain`, `pretrain_steps`: pairs and steps from which the microworld's base is made, None
-    where the start is somebody else's."""
+    where the start is somebody else's; `base_seeds`: of the base and its relatives where they are compared with each other; seed 0 is shipped."""
     name: str
     model: str = 'micro-clip'
     pretrained: str | None = 'base'
@@ -67,6 +68,7 @@ class Profile:
     seeds: tuple[int, ...] = (0,)
     n_pretrain: int | None = 60_000
     pretrain_steps: int | None = 1600
+    base_seeds: tuple[int, ...] = (0,)
     recipes: bool = False
 
     @property
@@ -86,7 +88,7 @@ class Profile:
 PROFILES = {p.name: p for p in [
     Profile('smoke', n_train=128, steps=4, batch_size=32, warmup=1, n_items=60, n_retrieval=40, n_classification=60, n_kind=12, n_boot=100, n_pretrain=256, pretrain_steps=4),
     Profile('micro'),
-    Profile('micro-full', n_train=24_000, steps=300, warmup=40, n_kind=1000, n_boot=2000, seeds=(0, 1, 2, 3, 4)),
+    Profile('micro-full', n_train=24_000, steps=300, warmup=40, n_kind=1000, n_boot=2000, seeds=(0, 1, 2, 3, 4), base_seeds=(0, 1, 2)),
     # what a recipe leaves open is NegCLIP's
     Profile('paper', 'ViT-B-32-quickgelu', 'openai', 'coco', n_train=None, steps=None, epochs=5, batch_size=256, lr=1e-6, warmup=50, precision='bf16', n_items=None, n_retrieval=None, n_classification=None, n_kind=None, n_pretrain=None, pretrain_steps=None, recipes=True)]}
 
@@ -111,14 +113,14 @@ def get_profile(name: str, data_root: str | Path | None = None) -> Profile:
     if not root.is_dir(): raise CompvlError(f"data root {root} is not a folder: give the folder of the downloads.")
     return replace(p, root=str(root))
 
-# %% ../nbs/lib/34_experiments.ipynb #f3ceb1db
+# %% ../nbs/lib/34_experiments.ipynb #09cd4dc5
 @dataclass(frozen=True)
 class Row:
     """A row of the papers' tables.
 
     `key`: short name, the `method` of results; `label`: as published; `group`: heading above it. `source`: 'pretrained', 'trained', 'bound',
     or 'average' (of the rows `of`). `method`, `kinds`, `w_hn`, `w_hp`, `w_itc`, `attribution`, `w_attr`, `lora_rank`, and in the microworld `data_options`: of its training run
-    (`compvl.train.TrainConfig`). `rate`: its learning rate, in those of a profile without `recipes`. `base`: of a pretrained row that is not the profile's start, the shipped model that stands for it in the microworld. `zoo`: name in
+    (`compvl.train.TrainConfig`). `rate`: its learning rate, in those of a profile without `recipes`. `base`: of a pretrained row, the shipped model that stands for it in the microworld; it has seeds of its own. `zoo`: name in
     `compvl.zoo` of the released checkpoint that stands for the row where the data root of a profile has it. `recipe`: name in `compvl.train.RECIPES` of how it is trained in a profile with `recipes`."""
     key: str
     label: str
@@ -138,6 +140,11 @@ class Row:
     zoo: str = ''
     of: tuple[str, ...] = ()
     recipe: str = 'hp'
+
+    @property
+    def is_start(self) -> bool:
+        "Whether its model is the one that a profile starts from."
+        return self.source == 'pretrained' and self.base in ('', 'micro-clip')
 
 _THEIRS, _ONE = 'hard-negative finetuned', 'ours, one perturbation'
 ROWS = {r.key: r for r in [
@@ -182,7 +189,7 @@ _TCL = 'hard negatives of k applications'
 ROWS |= {r.key: r for r in [*(Row(f'tcl-{k}', f'HN, k = {k}', _TCL, method='hn', kinds=(f'tcl-{k}',), data_options=dict(source='text', checked=True)) for k in (1, 2, 3)),
                             Row('tcl-mix', 'HN, k = 1–3', _TCL, method='hn', kinds=('tcl-1', 'tcl-2', 'tcl-3'), data_options=dict(source='text', checked=True))]}
 TCL_TABLE2 = rows('clip', 'clip-coco', 'hn', 'tcl-1', 'tcl-2', 'tcl-3', 'tcl-mix')
-TABLE8 = rows('clip', 'clip-small', 'vit-b-16', 'vit-l-14', 'rn50', 'roberta', 'datacomp', 'xvlm', 'chance', 'human')
+TABLE8 = [replace(ROWS['clip'], base='micro-clip'), *rows('clip-small', 'vit-b-16', 'vit-l-14', 'rn50', 'roberta', 'datacomp', 'xvlm', 'chance', 'human')]     # whose models are pretrained with seeds of their own
 TABLE3 = rows('clip', 'hp+0hn', 'hp+0.25hn', 'hp+0.5hn', 'hp+0.75hn', 'hn', 'hp+hn')
 TABLE10 = [replace(r, group='finetuned on captions') if r.key == 'clip-coco' else r for r in rows('clip', 'clip-coco', 'hn', 'hp+hn')]
 _THERE = dict(clip=replace(ROWS['clip'], label='CLIP'), **{'clip-coco': replace(ROWS['clip-coco'], label='CLIP-FT', group=_OTHER, recipe='cae')})   # as CAE calls them, and trains them
@@ -205,7 +212,7 @@ UNSEEN = ('clip', 'hn', 'hp+hn', 'swap-only', 'replace-only')     # judged on ki
 TOGETHER = [*rows('clip', 'clip-coco', 'hn', 'hp+hn', 'cae-attention'), *(r for r in ROWS.values() if r.group == _BOTH)]
 BEYOND = [r for r in {r.key: r for r in [*TABLE1, *TABLE3, *TOGETHER, *(r for r in ROWS.values() if r.group == _DIAL)]}.values() if r.source != 'bound']
 
-# %% ../nbs/lib/34_experiments.ipynb #66fc19e5
+# %% ../nbs/lib/34_experiments.ipynb #e2d2cd9e
 def _coco_options(profile: Profile, row: Row) -> dict:
     "Files of COCO training data for a row. Raises CompvlError that names every missing one, and where it comes from."
     if row.data_options.get('dense') or row.method == 'sds-clip' or row.group == _DIAL:
@@ -236,30 +243,52 @@ def _released(row: Row, profile: Profile) -> bool:
     "Whether a released checkpoint stands for the row: where there is a data root that has it."
     return bool(row.zoo and profile.root) and has_weights(row.zoo, profile.root)
 
-def _is_trained(row: Row, profile: Profile) -> bool:
-    "Whether the row has training runs, and no released checkpoint in their place."
-    return row.source == 'trained' and not _released(row, profile)
+def seeds_of(row: Row, profile: Profile) -> tuple[int, ...]:
+    "The seeds of a row: of its training runs, or of the pretraining of its `base`; of what is not trained, 0 alone."
+    if row.base: return (0,) if profile.root else profile.base_seeds
+    return profile.seeds if row.source == 'trained' and not _released(row, profile) else (0,)
 
-def row_model(row: Row, profile: Profile, seed: int = 0, runs=None, on_log: Callable[[dict], None] | None = None) -> Model:
-    "The model of a row: the profile's start itself, a released checkpoint, or the finished training run, which is made, resumed or reused. `runs`: folder of runs."
-    if row.base: return open_scorer(row.zoo, root=profile.root) if profile.root else open_scorer(row.base, 'base')
-    if row.source == 'pretrained': return create_model(profile.model, profile.pretrained)
+def run_config(row: Row, profile: Profile, seed: int = 0) -> TrainConfig | MatcherConfig | None:
+    "Config of the run that makes a row's model; None where there is none: what is shipped (seed 0 of a `base`), released, or a bound. Errors as of `train_config`."
+    if row.base: return None if profile.root or not seed else matcher_config(profile, seed) if row.base == 'micro-xvlm' else base_config(profile, row.base, seed)
+    return train_config(row, profile, seed) if row.source == 'trained' and not _released(row, profile) else None
+
+def _name(cfg: TrainConfig | MatcherConfig) -> str: return run_name(cfg) if isinstance(cfg, TrainConfig) else matcher_name(cfg)
+
+def _finish(cfg: TrainConfig | MatcherConfig, runs=None, on_log=None) -> tuple[Model | MatchingScorer, pd.DataFrame]:
+    "Model and metrics of a config's finished run, which is made, resumed or reused."
+    if isinstance(cfg, TrainConfig): return (run := train(cfg, runs=runs, progress=False, on_log=on_log)).model, run.metrics
+    folder = train_matcher(cfg, runs, progress=False, on_log=on_log)
+    return MatchingScorer(load_matcher(folder/'weights.safetensors', 'cuda' if torch.cuda.is_available() else 'cpu')), pd.read_csv(folder/'metrics.csv')
+
+def row_model(row: Row, profile: Profile, seed: int = 0, runs=None, on_log: Callable[[dict], None] | None = None) -> Model | PairScorer:
+    "The model of a row: the profile's start itself, a shipped or released checkpoint, or the finished training run, which is made, resumed or reused. `runs`: folder of runs."
+    if row.is_start and not seed: return create_model(profile.model, profile.pretrained)
+    if row.base and not seed: return open_scorer(row.zoo, root=profile.root) if profile.root else open_scorer(row.base, 'base')
     if _released(row, profile): return load_zoo(row.zoo, profile.root)
-    try: cfg = train_config(row, profile, seed)
+    try: cfg = run_config(row, profile, seed)
     except CompvlError as e:
         if not (row.zoo and profile.root): raise
         try: return load_zoo(row.zoo, profile.root)
         except CompvlError as gone: raise CompvlError(f'{e} Nor is its released checkpoint there: {gone}') from e
-    return train(cfg, runs=runs, progress=False, on_log=on_log).model
+    return _finish(cfg, runs, on_log)[0]
 
-# %% ../nbs/lib/34_experiments.ipynb #f9d35e4f
+# %% ../nbs/lib/34_experiments.ipynb #2e505c90
 BASES = {'micro-clip': {}, 'micro-clip-small': {}, 'micro-clip-p8': {}, 'micro-clip-large': dict(lr=5e-4), 'micro-clip-rn': {}, 'micro-clip-bidir': {}, 'micro-clip-mix': dict(data_options=dict(full=.5))}   # model -> what of its pretraining is other than micro-CLIP's
 
-def base_config(profile: Profile, model: str = 'micro-clip') -> TrainConfig:
-    "Config of the pretraining run behind `pretrained='base'` of one of the models in `BASES`. Raises CompvlError for another, and for a profile that starts from weights made elsewhere."
+def _made_here(profile: Profile):
     if not profile.pretrain_steps: raise CompvlError(f"the profile {profile.name} starts from {profile.model} '{profile.pretrained}', which was not made here: choose smoke, micro or micro-full")
+
+def base_config(profile: Profile, model: str = 'micro-clip', seed: int = 0) -> TrainConfig:
+    "Config of the pretraining run behind `pretrained='base'` of one of the models in `BASES`, or of the same with another seed. Raises CompvlError for another model, and for a profile that starts from weights made elsewhere."
+    _made_here(profile)
     return replace(TrainConfig('clip-ft', model=pick(model, BASES, 'shipped model'), pretrained=None, data='pretrain', n_train=profile.n_pretrain, steps=profile.pretrain_steps, batch_size=128, lr=1e-3,
-                               warmup=min(150, profile.pretrain_steps//4), weight_decay=.1, betas=(.9, .98), precision='fp32'), **BASES[model])
+                               warmup=min(150, profile.pretrain_steps//4), weight_decay=.1, betas=(.9, .98), precision='fp32', seed=seed), **BASES[model])
+
+def matcher_config(profile: Profile, seed: int = 0) -> MatcherConfig:
+    "Config of the run behind the cross-encoder `micro-xvlm`, or of the same with another seed; errors as of `base_config`."
+    _made_here(profile)
+    return MatcherConfig(n_train=profile.n_pretrain, steps=profile.pretrain_steps, seed=seed)
 
 def _record(model: str, folder: Path | None = None) -> Path: return Path(folder or data_dir())/'results'/('base' if model == 'micro-clip' else f'models/{model}')
 
@@ -477,7 +506,7 @@ class _Screen:
     def done(self, text):
         if self.handle is not None: self.write(text)
 
-# %% ../nbs/lib/34_experiments.ipynb #5579d66e
+# %% ../nbs/lib/34_experiments.ipynb #68d0678a
 def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple[pd.DataFrame, dict]:
     "Tidy figures of chance, or of the oracle with its scores."
     if row.key == 'chance':
@@ -504,7 +533,7 @@ def _evaluated(row, seed, profile, benchmarks, keep, runs, on_log) -> tuple[pd.D
         table, scores = _bound(row, benchmarks, profile)
         config = config_hash([row.key, [identity(b) for b in benchmarks], profile.n_boot])
         return table.assign(model='', method=row.key, seed=seed, config=config, commit=git_commit()).reindex(columns=COLUMNS), scores
-    if (pieces := _pieces()) and _is_trained(row, profile): model, keep = pieces.deferred(train_config(row, profile, seed), runs, on_log), pieces
+    if (pieces := _pieces()) and (cfg := run_config(row, profile, seed)): model, keep = pieces.deferred(cfg, row.base or profile.model, runs, on_log), pieces
     else: model = row_model(row, profile, seed, runs, on_log)
     return evaluate(model, benchmarks, cache=profile.root is not None, keep=keep, n_boot=profile.n_boot, seed=seed, progress=False, model_name=row.base or profile.model, method=row.key, return_scores=True)
 
@@ -512,33 +541,40 @@ def _train_ahead(todo, profile, runs, bar, name) -> dict:
     "Train the runs of these rows and seeds several at a time, where the machine has what that takes: (row key, seed) -> None, or what went wrong."
     configs = {}
     for row, seed in todo:
-        try: configs |= {(row.key, seed): train_config(row, profile, seed)} if _is_trained(row, profile) and not _pieces() else {}
+        try: cfg = run_config(row, profile, seed)
         except CompvlError: continue
-    if (devices := _devices(len(configs), profile.steps)) is None: return {}
+        if isinstance(cfg, TrainConfig) and not _pieces(): configs[row.key, seed] = cfg
+    steps = [c.steps or 0 for c in configs.values()]
+    if (devices := _devices(len(configs), max(steps, default=0))) is None: return {}
     bar.set_description(f"{name}: {len(configs)} runs, {len(devices)} at a time")
     before = bar.n
     told = sweep(list(configs.values()), runs, devices, progress=False, on_log=lambda r: bar.update())
-    bar.update(max(0, profile.steps*len(configs) - (bar.n - before)) if profile.steps else 0)     # runs that were there, or resumed
+    bar.update(max(0, sum(steps) - (bar.n - before)))     # runs that were there, or resumed
     return {at: e if status == 'failed' else None for at, status, e in zip(configs, told.status, told.error)}
 
 class Pieces(Kept):
     "Scores and metrics by the config of the run that made them, and not by its weights: what was made elsewhere or on another day is taken as it is, with the commit that it was made at."
     def key(self, scorer, benchmark: Benchmark, skip_damaged: bool) -> str: return config_hash([scorer.fingerprint, identity(benchmark), skip_damaged])
-    def deferred(self, cfg: TrainConfig, runs: Path, on_log=None) -> Deferred:
+    def deferred(self, cfg: TrainConfig | MatcherConfig, model_name: str, runs: Path, on_log=None) -> Deferred:
         "The run's model, trained only when there is something to score."
-        name = run_name(cfg)
         def make():
-            run = train(cfg, runs=runs, progress=False, on_log=on_log)
-            with atomic_write(self.folder/f'{name}.csv.gz') as tmp: run.metrics.to_csv(tmp, index=False)
-            return run.model
-        return Deferred(make, name, cfg.model)
-    def metrics(self, cfg: TrainConfig) -> pd.DataFrame | None:
-        f = self.folder/f'{run_name(cfg)}.csv.gz'
-        return pd.read_csv(f) if f.exists() else None
+            model, metrics = _finish(cfg, runs, on_log)
+            with atomic_write(self.file(cfg)) as tmp: metrics.to_csv(tmp, index=False)
+            return model
+        return Deferred(make, _name(cfg), model_name)
+    def file(self, cfg: TrainConfig | MatcherConfig) -> Path:
+        "Where the run's metrics are, or will be."
+        return self.folder/f'{_name(cfg)}.csv.gz'
+    def metrics(self, cfg: TrainConfig | MatcherConfig) -> pd.DataFrame | None: return pd.read_csv(f) if (f := self.file(cfg)).exists() else None
 
 def _pieces() -> Pieces | None: return Pieces(os.environ['COMPVL_PIECES']) if os.environ.get('COMPVL_PIECES') else None
 
 SHORT = 50     # steps of a training run, less than which are not worth a process of its own, which takes seconds to start
+
+def _steps(row: Row, profile: Profile, seed: int) -> int:
+    "Steps of the training run of a row; 0 where there is none, or where only its data tell."
+    try: return getattr(run_config(row, profile, seed), 'steps', 0) or 0
+    except CompvlError: return 0
 
 def _devices(n: int, steps: int) -> list | None:
     "Where n training runs go that need not wait for each other, as for `compvl.train.sweep`; None for one after another in this process."
@@ -556,28 +592,28 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
     `<out>/results/parts`, training runs in `$COMPVL_RUNS`, or else in `<out>/runs`. Where a data root has a row's released checkpoint, that is evaluated. A row that
     fails is reported in `problems` while the others go on; a benchmark without its files, in `missing`. `split`: of the microworld's benchmarks, 'test' (default), 'val' or 'heldout'. `joined`:
     means of columns, each with a name of its own as benchmark (group 'mean', metric 'accuracy').
-    Bounds and pretrained rows have one seed."""
+    Bounds have one seed, and so has the model that a profile starts from, where it is not compared with its relatives (`seeds_of`)."""
     rows, out, t0 = list(rows), Path(out), time.perf_counter()
     runs, keep = _runs(out), out/'results'/'parts'
     found, missing = load(benchmarks, profile, split)
     res, tables, ids = Results(profile, rows, found, pd.DataFrame(columns=COLUMNS), {}, missing, joined=joined or {}), [], [identity(b) for b in found]
-    todo = [(r, s) for r in rows if r.source != 'average' for s in (profile.seeds if _is_trained(r, profile) else (0,))] if found else []
-    steps, screen = profile.steps or 0, _Screen() if progress else None
-    with tqdm(total=steps*sum(_is_trained(r, profile) for r, _ in todo) or None, unit='step', ncols=110, file=screen, disable=not progress, leave=False) as bar:
+    todo = [(r, s) for r in rows if r.source != 'average' for s in seeds_of(r, profile)] if found else []
+    steps, screen = {(r.key, s): _steps(r, profile, s) for r, s in todo}, _Screen() if progress else None
+    with tqdm(total=sum(steps.values()) or None, unit='step', ncols=110, file=screen, disable=not progress, leave=False) as bar:
         ahead = _train_ahead(todo, profile, runs, bar, name)
         for k, (row, seed) in enumerate(todo, 1):
             if row.key in res.problems: continue
             bar.set_description(f"{name} {k}/{len(todo)}: {row.label}, seed {seed}")
-            start = bar.n - steps*((row.key, seed) in ahead)
+            start = bar.n - steps[row.key, seed]*((row.key, seed) in ahead)
             try:
                 if error := ahead.get((row.key, seed)): raise CompvlError(error)
                 table, scores = _evaluated(row, seed, profile, found, keep, runs, lambda r: bar.update())
             except Exception as e:
-                if (row.source == 'bound' or profile.root and (row.base or row.group in (_THEIRS, _LOSSES, _OTHER, _DIAL))) and isinstance(e, CompvlError): missing[row.key] = str(e); continue
+                if (row.source == 'bound' or profile.root and (row.base and not row.is_start or row.group in (_THEIRS, _LOSSES, _OTHER, _DIAL))) and isinstance(e, CompvlError): missing[row.key] = str(e); continue
                 res.problems[row.key] = str(e) if isinstance(e, CompvlError) else f'{type(e).__name__}: {e}'
                 continue
             finally:
-                if _is_trained(row, profile): bar.update(max(0, steps - (bar.n - start)))   # a run that was there, or resumed
+                bar.update(max(0, steps[row.key, seed] - (bar.n - start)))   # a run that was there, or resumed
             tables.append(table)
             if scores: res.scores.setdefault(row.key, {})[seed] = scores
             res.table = pd.concat([t for t in tables if len(t)], ignore_index=True)
@@ -595,7 +631,7 @@ def results(rows: Iterable[Row], benchmarks: Iterable[str], profile: Profile, ou
     with atomic_write(out/'results'/f'{name}_summary.csv') as tmp: res.summary().to_csv(tmp, index=False)
     return res
 
-# %% ../nbs/lib/34_experiments.ipynb #36a4a725
+# %% ../nbs/lib/34_experiments.ipynb #c040e433
 def row_models(rows: Iterable[Row], profile: Profile, out, seed: int | None = None) -> dict[str, Model]:
     "{label: model} of rows that `results` made in `out`, of one seed (default: the profile's first); those that cannot be had are left out."
     found = {}
@@ -605,13 +641,14 @@ def row_models(rows: Iterable[Row], profile: Profile, out, seed: int | None = No
     return found
 
 def learning_curves(rows: Iterable[Row], profile: Profile, out) -> pd.DataFrame:
-    "Metrics by step of the runs that `results` made in `out`, with the columns `method` and `seed` before them; released checkpoints, and rows that cannot be had, have none."
+    "Metrics by step of the runs that `results` made in `out`, with the columns `method` and `seed` before them; shipped models, released checkpoints, and rows that cannot be had, have none."
     found = []
-    for r, seed in ((r, s) for r in rows if _is_trained(r, profile) for s in profile.seeds):
+    for r, seed in ((r, s) for r in rows for s in seeds_of(r, profile)):
         try:
-            cfg, pieces = train_config(r, profile, seed), _pieces()
+            if not (cfg := run_config(r, profile, seed)): continue
+            pieces = _pieces()
             made = pieces.metrics(cfg) if pieces else None
-            found.append((train(cfg, runs=_runs(out), progress=False).metrics if made is None else made).assign(method=r.key, seed=seed))
+            found.append((_finish(cfg, _runs(out))[1] if made is None else made).assign(method=r.key, seed=seed))
         except CompvlError: continue
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=['method', 'seed', 'step'])
 

@@ -16,9 +16,8 @@ import nbformat
 import pandas as pd
 from nbdev.clean import nbdev_clean
 
-from compvl.experiments import ROWS, get_profile, train_config
+from compvl.experiments import ROWS, TABLE8, Pieces, get_profile, run_config
 from compvl.reproduce import reads_others, reproduce
-from compvl.train import run_name
 from readme import ROOT, render
 
 LARGEST = 200_000  # bytes of an output that is kept in a notebook; larger figures are in figures/
@@ -51,14 +50,13 @@ def times(out: Path, folder: Path | None = None):
 
 def training(runs: list[dict], pieces: Path, folder: Path):
     """Write the training runs behind the rows of these results, with their seconds, to training.csv in `folder`: those whose metrics are among the pieces."""
-    profile, found = get_profile(runs[0]["profile"]["name"]), []
+    profile, found, models = get_profile(runs[0]["profile"]["name"]), [], {r.key: r for r in TABLE8}
     for key, seed in sorted({(r["method"], r["seed"]) for told in runs for r in told["rows"]}, key=lambda r: r[::-1]):
-        if ROWS[key].source == "trained":
-            config = train_config(ROWS[key], profile, seed)
-            path = pieces / f"{run_name(config)}.csv.gz"
+        if config := run_config(models.get(key, ROWS[key]), profile, seed):
+            path = Pieces(pieces).file(config)
             if path.exists():
                 speed = pd.read_csv(path).samples_per_s
-                found.append(dict(method=key, seed=seed, run=run_name(config), steps=len(speed), seconds=round((config.batch_size / speed).sum(), 1)))
+                found.append(dict(method=key, seed=seed, run=path.name.removesuffix(".csv.gz"), steps=len(speed), seconds=round((config.batch_size / speed).sum(), 1)))
     pd.DataFrame(found).to_csv(folder / "training.csv", index=False)
 
 

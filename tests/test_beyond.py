@@ -11,7 +11,7 @@ import pytest
 from compvl.benchmarks import load_benchmark
 from compvl.core import CompvlError
 from compvl.counterparts import kept_out
-from compvl.experiments import BEYOND, DOSE, PROFILES, ROWS, STANDARD, TOGETHER, TRIPLETS, UNSEEN, train_config
+from compvl.experiments import BEYOND, DOSE, PROFILES, ROWS, STANDARD, TABLE8, TOGETHER, TRIPLETS, UNSEEN, train_config
 from compvl.microworld import FinetuneSet, PretrainSet
 from compvl.train import run_name
 
@@ -32,9 +32,12 @@ def test_rows_of_the_dial_need_the_microworld(tmp_path):
 def test_pieces_are_made_of_all_that_the_notebook_shows():
     spec = importlib.util.spec_from_file_location("pieces", ROOT/"scripts/pieces.py")
     pieces = importlib.util.module_from_spec(spec); spec.loader.exec_module(pieces)
-    asked = {k: by for k, s, by in pieces.plan(PROFILES["micro-full"]) if s == 0}
+    plan = pieces.plan(PROFILES["micro-full"])
+    asked = {r.key: by for r, s, by in plan if s == 0}
     assert {r.key for r in BEYOND if r.source == "trained"} <= set(asked) and all({*TRIPLETS, STANDARD[0]} <= set(asked[r.key][None]) for r in BEYOND if r.source == "trained")
     assert all({"aro-relation", "aro-attribution"} <= set(asked[r.key][None]) for r in TOGETHER if r.source == "trained")
+    assert [(s, {r.key for r, at, _ in plan if at == s} - set(asked)) for s in range(5)] == [(0, set()), *((s, {r.key for r in TABLE8 if r.base}) for s in (1, 2)), (3, set()), (4, set())]     # of the models that are compared with CLIP, seed 0 is shipped
+    assert all({*TRIPLETS, *(STANDARD if r.key != "xvlm" else ())} == set(by[None]) for r, _, by in plan if r.base)
     for k in set(UNSEEN) - {"clip"}: assert {"hard-positive-kinds", "combinations"} <= set(asked[k][None]) and asked[k]["heldout"] == ["combinations"]
 
 
@@ -51,17 +54,20 @@ def test_a_piece_that_fails_or_whose_process_is_killed_costs_only_itself(tmp_pat
     script.write_text("""
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 import pieces
-def one(profile, key, seed, by_split):
+def one(profile, row, seed, by_split):
+    key = row.key
     if key == "wrong": raise ValueError("no such row")
     if key == "killed": os._exit(9)
     Path(os.environ["COMPVL_PIECES"], f"{key}-{seed}").touch()
 if __name__ == "__main__":
     pieces.one = one
-    pieces.plan = lambda profile: [(k, s, {}) for s in (0, 1) for k in ("a", "wrong", "b", "killed", "c")]
+    rows = [SimpleNamespace(key=k) for k in ("a", "wrong", "b", "killed", "c", "not asked for")]
+    pieces.plan = lambda profile: [(r, s, {}) for s in (0, 1) for r in rows]
     pieces.main()
 """)
-    said = subprocess.run([sys.executable, str(script), "--processes", "2", "--folder", str(tmp_path)], capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT/"scripts"), str(ROOT)])})
+    said = subprocess.run([sys.executable, str(script), "--processes", "2", "--rows", "a", "wrong", "b", "killed", "c", "--folder", str(tmp_path)], capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT/"scripts"), str(ROOT)])})
     assert {p.name for p in tmp_path.iterdir()} == {"some.py", *(f"{k}-{s}" for k in "abc" for s in (0, 1))}, said.stderr
     assert said.returncode == 1 and "6 of 10 pieces are there, 4 failed" in said.stdout
     assert "wrong, seed 0: ValueError: no such row" in said.stdout and "killed, seed 1: BrokenProcessPool" in said.stdout

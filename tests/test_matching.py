@@ -15,6 +15,9 @@ def whole(tmp_path_factory):
     return train_matcher(CONFIG, tmp_path_factory.mktemp("whole"), progress=False)
 
 
+def metrics(run): return pd.read_csv(run/"metrics.csv").drop(columns="samples_per_s")
+
+
 @pytest.mark.parametrize("stop_at", [1, 3, 4, 8])
 def test_interrupted_is_uninterrupted(whole, tmp_path, stop_at):
     def stop(row):
@@ -22,7 +25,7 @@ def test_interrupted_is_uninterrupted(whole, tmp_path, stop_at):
     with pytest.raises(KeyboardInterrupt): train_matcher(CONFIG, tmp_path, progress=False, checkpoint_every=2, on_log=stop)
     assert not (tmp_path/whole.name/"DONE").exists() and not (tmp_path/whole.name/"weights.safetensors").exists()
     again = train_matcher(CONFIG, tmp_path, progress=False)
-    assert again.name == whole.name and (again/"metrics.csv").read_text() == (whole/"metrics.csv").read_text()
+    assert again.name == whole.name and metrics(again).equals(metrics(whole))
     a, b = (load_matcher(f/"weights.safetensors").state_dict() for f in (whole, again))
     assert all(torch.equal(a[k], b[k]) for k in a) and not (again/"checkpoint.pt").exists()
 
@@ -35,7 +38,7 @@ def test_damaged_checkpoint_is_named(whole, tmp_path):
     state.write_bytes(state.read_bytes()[:2000])
     with pytest.raises(CompvlError, match="cannot be read.*train again"): train_matcher(CONFIG, tmp_path, progress=False)
     again = train_matcher(CONFIG, tmp_path, resume=False, progress=False)
-    assert pd.read_csv(again/"metrics.csv").equals(pd.read_csv(whole/"metrics.csv"))
+    assert metrics(again).equals(metrics(whole))
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:40], lambda b: b"no weights"])
