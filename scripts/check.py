@@ -2,7 +2,7 @@
 
 1. compvl/ is what nbdev exports from nbs/ (compared on a copy: nothing in the checkout changes).
 2. Notebooks are valid and clean; those in nbs/lib carry no outputs.
-3. README.md is the rendering of nbs/index.ipynb, whose tables are made from data/results.
+3. What nbs/index.ipynb shows is made from data/results, it links to every notebook, and README.md is its rendering.
 4. Tables and findings in the committed outputs of nbs/paper are what the same cells give on data/results (see rederive.py).
 """
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import nbformat
 
-from readme import ROOT, render
+from readme import INDEX, ROOT, current, render
 from rederive import rederive
 
 
@@ -67,10 +67,15 @@ def valid_notebooks() -> list[str]:
 
 
 def readme() -> list[str]:
-    """A problem where README.md differs from its source."""
-    path = ROOT / "README.md"
-    same = path.exists() and path.read_text(encoding="utf-8") == render()
-    return [] if same else ["README.md is not the rendering of nbs/index.ipynb: run make readme"]
+    """Problems of nbs/index.ipynb and of README.md, which is made from it."""
+    path, nb, problems = ROOT / "README.md", current(), []
+    if nb != nbformat.read(INDEX, as_version=4):
+        problems.append("what nbs/index.ipynb shows is not made from data/results: run make readme")
+    linked = "".join(c.source for c in nb.cells)
+    problems += [f"nbs/index.ipynb does not lead to {p.name}" for p in sorted(INDEX.parent.glob("*/*.ipynb")) if f"]({p.relative_to(INDEX.parent).as_posix()})" not in linked]
+    if not path.exists() or path.read_text(encoding="utf-8") != render(nb):
+        problems.append("README.md is not the rendering of nbs/index.ipynb: run make readme")
+    return problems
 
 
 if __name__ == "__main__":

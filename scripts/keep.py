@@ -18,7 +18,7 @@ from nbdev.clean import nbdev_clean
 
 from compvl.experiments import ROWS, TABLE8, Pieces, get_profile, run_config
 from compvl.reproduce import reads_others, reproduce
-from readme import ROOT, render
+from readme import ROOT, write
 
 LARGEST = 200_000  # bytes of an output that is kept in a notebook; larger figures are in figures/
 
@@ -96,7 +96,7 @@ def keep(out: Path):
             for name in reading:
                 with_outputs(ROOT / "nbs/paper" / f"{name}.ipynb", Path(tmp) / f"notebooks/{name}.ipynb", Path(tmp))
     nbdev_clean(fname=str(ROOT / "nbs/paper"))
-    (ROOT / "README.md").write_text(render(), encoding="utf-8")
+    write()
     print(f"kept {len(list(folder.iterdir()))} files in {folder.relative_to(ROOT)} and {len(figures)} figures in figures/")
 
 
