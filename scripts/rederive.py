@@ -160,24 +160,30 @@ def same(ours: dict, theirs: dict) -> str:
 
 
 def from_kept(data: dict, source: str, kept: Kept) -> str | None:
-    """Compare a committed table, row by row, with the kept table that its cell wrote: '' where every figure is in that row, None where no table is kept."""
+    """Compare a committed table, row by row, with the kept table that its cell wrote: '' where every figure is in that row (where it is turned, and has figures with intervals: in some row), None where no table is kept."""
     names = [n for n in kept.tables for said in re.findall(r"""["'/](\w+?)(?:\.csv)?["']""", source) if n == said or n.endswith(f"_{said}")]
     if not names or "text/html" not in data:
         return None
     number = re.compile(r"[-−]?\d+(?:\.\d+)?(?:e[-+]\d+)?")
-    body = [r for r in table_rows(data["text/html"]) if any(number.fullmatch(c) for c in r)]
+    def rounded(text, value):
+        return abs(float(text.replace("−", "-")) - value) <= .5001 * 10**-len(text.partition(".")[2]) + 1e-9 * abs(value)
+
+    rows = table_rows(data["text/html"])
+    spread = [m.groups() for r in rows for c in r if (m := re.fullmatch(rf"({number.pattern}) \[({number.pattern}), ({number.pattern})\]", c))]
+    body = [r for r in rows if any(number.fullmatch(c) for c in r)]
     for n in dict.fromkeys(names):
         t = kept.tables[n]
+        if spread and {"value", "lo", "hi"} <= set(t):
+            gone = [m for m in spread if not any(all(map(rounded, m, r)) for r in t[["value", "lo", "hi"]].itertuples(index=False))]
+            return f"table {n}: {gone[0][0]} [{gone[0][1]}, {gone[0][2]}] is in no row of {n}.csv" if gone else ""
         index = all(r[0] == str(i) for i, r in enumerate(body))
         if len(body) != len(t):
             continue
         for i, row in enumerate(body):
             values = [v for v in t.iloc[i] if isinstance(v, (int, float, np.number)) and v == v]
             for c in row[1:] if index else row:
-                if number.fullmatch(c):
-                    digits = len(c.partition(".")[2])
-                    if not any(abs(float(c.replace("−", "-")) - v) <= .5001 * 10**-digits + 1e-9 * abs(v) for v in values):
-                        return f"table {n}, row {i + 1} ({', '.join(x for x in row if not number.fullmatch(x))[:60]}): {c!r} is not in that row of {n}.csv"
+                if number.fullmatch(c) and not any(rounded(c, v) for v in values):
+                    return f"table {n}, row {i + 1} ({', '.join(x for x in row if not number.fullmatch(x))[:60]}): {c!r} is not in that row of {n}.csv"
         return ""
     return None
 

@@ -3,12 +3,14 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-from rederive import notebook, table_rows  # noqa: E402
+from rederive import from_kept, notebook, table_rows  # noqa: E402
 
 NOTEBOOK = "07_text_similarity"
 
@@ -53,3 +55,11 @@ def test_another_figure_in_the_notebook(copy):
 
 def test_rows_of_a_table():
     assert table_rows("<style>td{}</style><table><tr><th>a</th><td>1.0<br><span>[0.5, 1.5]</span></td></tr></table>") == [["a", "1.0 [0.5, 1.5]"]]
+
+
+@pytest.mark.parametrize("cell, said", [("1.2 [0.9, 1.4]", ""), ("1.2 [0.9, 1.5]", "1.2 [0.9, 1.5] is in no row of 08_ends.csv")])
+def test_a_turned_table(cell, said):
+    kept = SimpleNamespace(tables={"08_ends": pd.DataFrame([("SWAP", 3., 2., 4.), ("ADD", 1.234, .91, 1.449)], columns=["operator", "value", "lo", "hi"])})
+    html = f"<table><tr><th></th><th>SWAP</th><th>ADD</th></tr><tr><th>loss</th><td>3.0 [2.0, 4.0]</td><td>{cell}</td></tr></table>"
+    told = from_kept({"text/html": html}, 'cells(keep("ends", table))', kept)
+    assert told == "" if not said else said in told
