@@ -273,7 +273,7 @@ def row_model(row: Row, profile: Profile, seed: int = 0, runs=None, on_log: Call
         except CompvlError as gone: raise CompvlError(f'{e} Nor is its released checkpoint there: {gone}') from e
     return _finish(cfg, runs, on_log)[0]
 
-# %% ../nbs/lib/34_experiments.ipynb #2e505c90
+# %% ../nbs/lib/34_experiments.ipynb #90c3ed2f
 BASES = {'micro-clip': {}, 'micro-clip-small': {}, 'micro-clip-p8': {}, 'micro-clip-large': dict(lr=5e-4), 'micro-clip-rn': {}, 'micro-clip-bidir': {}, 'micro-clip-mix': dict(data_options=dict(full=.5))}   # model -> what of its pretraining is other than micro-CLIP's
 
 def _made_here(profile: Profile):
@@ -288,7 +288,7 @@ def base_config(profile: Profile, model: str = 'micro-clip', seed: int = 0) -> T
 def matcher_config(profile: Profile, seed: int = 0) -> MatcherConfig:
     "Config of the run behind the cross-encoder `micro-xvlm`, or of the same with another seed; errors as of `base_config`."
     _made_here(profile)
-    return MatcherConfig(n_train=profile.n_pretrain, steps=profile.pretrain_steps, seed=seed)
+    return MatcherConfig(n_train=profile.n_pretrain, steps=3*profile.pretrain_steps, seed=seed)
 
 def _record(model: str, folder: Path | None = None) -> Path: return Path(folder or data_dir())/'results'/('base' if model == 'micro-clip' else f'models/{model}')
 

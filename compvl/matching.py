@@ -78,13 +78,15 @@ def _as_model(net: Matcher, name: str = 'micro-xvlm') -> Model:
     size = net.visual.image_size[0]
     return wrap_model(net, open_clip.image_transform(size, is_train=False), scene_tokenizer(), name)
 
-# %% ../nbs/lib/24_matching.ipynb #ce994c67
-def in_batch_negatives(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """A wrong image for each caption and a wrong caption for each image of a batch, drawn from the softmax of their similarities without the diagonal; from torch's own generator.
+# %% ../nbs/lib/24_matching.ipynb #67a3fc5e
+def in_batch_negatives(logits: Tensor, even: float = 0.) -> tuple[Tensor, Tensor]:
+    """A wrong image for each caption and a wrong caption for each image of a batch, drawn from the softmax of their similarities without the diagonal, and with probability `even` from all others alike; from torch's own generator.
 
-    `logits`: float [B, B], s I Tᵀ, images by captions. Returns int64 [B] (image for caption i) and int64 [B] (caption for image i). Source: Li et al. 2021 (ALBEF), Section 3.2."""
-    s = logits.detach().float().nan_to_num().masked_fill(torch.eye(len(logits), dtype=torch.bool, device=logits.device), -math.inf)   # of what is no number none is drawn, so that the loss shows it
-    return s.T.softmax(1).multinomial(1)[:, 0], s.softmax(1).multinomial(1)[:, 0]
+    `logits`: float [B, B], s I Tᵀ, images by captions. Returns int64 [B] (image for caption i) and int64 [B] (caption for image i). Source: Li et al. 2021 (ALBEF), Section 3.2; `even` is ours."""
+    own = torch.eye(len(logits), dtype=torch.bool, device=logits.device)
+    s = logits.detach().float().nan_to_num().masked_fill(own, -math.inf)   # of what is no number none is drawn, so that the loss shows it
+    draw = lambda s: ((1 - even)*s.softmax(1) + even*(~own)/(len(s) - 1)).multinomial(1)[:, 0]
+    return draw(s.T), draw(s)
 
 # %% ../nbs/lib/24_matching.ipynb #c30e075f
 def mask_tokens(tokens: Tensor, share: float = .25) -> tuple[Tensor, Tensor]:
@@ -97,15 +99,15 @@ def mask_tokens(tokens: Tensor, share: float = .25) -> tuple[Tensor, Tensor]:
     chosen = own & (order < (own.sum(1, keepdim=True)*share).round().clamp(min=1))
     return tokens.masked_fill(chosen, -1), chosen
 
-# %% ../nbs/lib/24_matching.ipynb #a8ae2971
-def matching_losses(net: Matcher, images: Tensor, tokens: Tensor, mask_share: float = .25) -> dict[str, Tensor]:
+# %% ../nbs/lib/24_matching.ipynb #f9079d09
+def matching_losses(net: Matcher, images: Tensor, tokens: Tensor, mask_share: float = .25, even: float = 0.) -> dict[str, Tensor]:
     """ITC, ITM and MLM of a batch of pairs, scalars by the names itc, itm, mlm.
 
-    `images`: float [B, 3, 48, 48], preprocessed; `tokens`: int64 [B, L], their captions; B at least 2. ITM: cross-entropy of match and no match over the B pairs, as many with a wrong image and as many with a wrong caption.
+    `images`: float [B, 3, 48, 48], preprocessed; `tokens`: int64 [B, L], their captions; B at least 2. ITM: cross-entropy of match and no match over the B pairs, as many with a wrong image and as many with a wrong caption (`in_batch_negatives`, which takes `even`).
     MLM: cross-entropy of the masked tokens given the others and the image. Source: Li et al. 2021 (ALBEF), Section 3.2; Zeng et al. 2022 (X-VLM), Section 3.3."""
     (I, patches), (T, states, pad), scale = net.look(images), net.read(tokens), net.logit_scale.exp()
     own = torch.arange(len(I), device=I.device)
-    image, caption = in_batch_negatives(scale*I @ T.T)
+    image, caption = in_batch_negatives(scale*I @ T.T, even)
     i, t = torch.cat([own, image, own]), torch.cat([own, own, caption])
     itm = F.cross_entropy(net.match(patches[i], states[t], pad[t]), (torch.arange(len(i), device=i.device) < len(own)).long())
     masked, chosen = mask_tokens(tokens, mask_share)
@@ -114,13 +116,13 @@ def matching_losses(net: Matcher, images: Tensor, tokens: Tensor, mask_share: fl
     mlm = F.cross_entropy(net.words(net.fuse(patches, states, pad)[at]), net.text.embedded(tokens)[chosen])
     return dict(itc=itc_loss(I, T, scale), itm=itm, mlm=mlm)
 
-# %% ../nbs/lib/24_matching.ipynb #a3fd2592
+# %% ../nbs/lib/24_matching.ipynb #1459e74b
 @dataclass(frozen=True)
 class MatcherConfig:
     """What a cross-encoder of the microworld is trained by. `n_train` scenes of the split `pretrain`, with a new caption each time round; `steps` of `batch_size`; `lr`: peak, after `warmup` steps (at most half of all), then cosine to 0; `weight_decay` spares
-    gains, biases and the logit scale; `mask_share`: of a caption's tokens, masked for MLM. `image_tower`: the weights of micro-CLIP (`compvl.models.create_model`) from which it starts, None for random ones. In float32. The network's sizes as for `Matcher`. Impossible numbers raise `CompvlError`."""
+    gains, biases and the logit scale; `mask_share`: of a caption's tokens, masked for MLM; `even`: share of ITM's negatives that are drawn from all others alike, and not by similarity. `image_tower`: the weights of micro-CLIP (`compvl.models.create_model`) from which it starts, None for random ones. In float32. The network's sizes as for `Matcher`. Impossible numbers raise `CompvlError`."""
     n_train: int = 60_000
-    steps: int = 1600
+    steps: int = 4800
     batch_size: int = 128
     lr: float = 1e-3
     warmup: int = 150
@@ -128,6 +130,7 @@ class MatcherConfig:
     betas: tuple = (.9, .98)
     eps: float = 1e-6
     mask_share: float = .25
+    even: float = .5
     image_tower: str | None = 'base'
     text_width: int = 96
     text_layers: int = 2
@@ -138,6 +141,7 @@ class MatcherConfig:
         object.__setattr__(self, 'betas', tuple(self.betas))
         if not 1 < self.batch_size <= self.n_train: raise CompvlError(f"a batch of {self.batch_size} of {self.n_train} scenes is impossible: give 2 or more, and no more than n_train")
         if not 0 < self.mask_share < 1: raise CompvlError(f"mask_share={self.mask_share} is no share of the tokens: give a number between 0 and 1")
+        if not 0 <= self.even <= 1: raise CompvlError(f"even={self.even} is no share of the negatives: give a number from 0 to 1")
         if self.text_width % 4: raise CompvlError(f"text_width={self.text_width} does not divide into 4 heads: give a multiple of 4")
 
 def matcher_name(cfg: MatcherConfig) -> str:
@@ -166,7 +170,7 @@ def train_matcher(cfg: MatcherConfig = MatcherConfig(), runs=None, resume: bool 
             data.set_epoch(epoch)
             b, lr = data.batch(indices), learning_rate(step, cfg.steps, cfg.lr, min(cfg.warmup, cfg.steps//2))
             for g in opt.param_groups: g['lr'] = lr
-            parts = matching_losses(net, model.normalize(b['images']), tokenizer(b['caption']).to(device), cfg.mask_share)
+            parts = matching_losses(net, model.normalize(b['images']), tokenizer(b['caption']).to(device), cfg.mask_share, cfg.even)
             loss = sum(parts.values())
             opt.zero_grad(); loss.backward(); opt.step()
             with torch.no_grad(): net.logit_scale.clamp_(0, math.log(100))
