@@ -24,7 +24,7 @@ from .losses import itc_loss
 from .models import Model, create_model, wrap_model
 from .train import learning_rate, step_indices
 
-# %% ../nbs/lib/24_matching.ipynb #073bcd3d
+# %% ../nbs/lib/24_matching.ipynb #c7a953b4
 class Matcher(SceneNetwork):
     """A cross-encoder of microworld scenes and captions, in the manner of X-VLM.
 
@@ -59,8 +59,13 @@ class Matcher(SceneNetwork):
         return self.norm(states)
 
     def match(self, patches: Tensor, states: Tensor, pad: Tensor) -> Tensor:
-        "Logits of no match and of a match, [B, 2], of each image's patches with each caption's states."
-        return self.itm(self.fuse(patches, states, pad)[:, 0])
+        "Logits of no match and of a match, [B, 2], of each image's patches with each caption's states: read from the first token of `fuse`, for which alone the last layer is computed."
+        for layer in self.cross[:-1]: states = layer(states, patches, tgt_key_padding_mask=pad)
+        last, words = self.cross[-1], self.cross[-1].norm1(states)
+        x = states[:, :1] + last.self_attn(words[:, :1], words, words, key_padding_mask=pad, need_weights=False)[0]
+        x = x + last.multihead_attn(last.norm2(x), patches, patches, need_weights=False)[0]
+        x = x + last.linear2(last.activation(last.linear1(last.norm3(x))))
+        return self.itm(self.norm(x)[:, 0])
 
     def words(self, fused: Tensor) -> Tensor:
         "Logits of the embeddings, float [..., V + 1], that states which have seen the image, [..., W], stand for."
