@@ -212,7 +212,7 @@ UNSEEN = ('clip', 'hn', 'hp+hn', 'swap-only', 'replace-only')     # judged on ki
 TOGETHER = [*rows('clip', 'clip-coco', 'hn', 'hp+hn', 'cae-attention'), *(r for r in ROWS.values() if r.group == _BOTH)]
 BEYOND = [r for r in {r.key: r for r in [*TABLE1, *TABLE3, *TOGETHER, *(r for r in ROWS.values() if r.group == _DIAL)]}.values() if r.source != 'bound']
 
-# %% ../nbs/lib/34_experiments.ipynb #e2d2cd9e
+# %% ../nbs/lib/34_experiments.ipynb #c3f88487
 def _coco_options(profile: Profile, row: Row) -> dict:
     "Files of COCO training data for a row. Raises CompvlError that names every missing one, and where it comes from."
     if row.data_options.get('dense') or row.method == 'sds-clip' or row.group == _DIAL:
@@ -264,6 +264,7 @@ def _finish(cfg: TrainConfig | MatcherConfig, runs=None, on_log=None) -> tuple[M
 def row_model(row: Row, profile: Profile, seed: int = 0, runs=None, on_log: Callable[[dict], None] | None = None) -> Model | PairScorer:
     "The model of a row: the profile's start itself, a shipped or released checkpoint, or the finished training run, which is made, resumed or reused. `runs`: folder of runs."
     if row.is_start and not seed: return create_model(profile.model, profile.pretrained)
+    if row.base and profile.root and not row.zoo: raise CompvlError(f"{row.label}: there is no released model of this kind; the row is of the microworld alone.")
     if row.base and not seed: return open_scorer(row.zoo, root=profile.root) if profile.root else open_scorer(row.base, 'base')
     if _released(row, profile): return load_zoo(row.zoo, profile.root)
     try: cfg = run_config(row, profile, seed)
@@ -506,7 +507,7 @@ class _Screen:
     def done(self, text):
         if self.handle is not None: self.write(text)
 
-# %% ../nbs/lib/34_experiments.ipynb #68d0678a
+# %% ../nbs/lib/34_experiments.ipynb #ce7987df
 def _bound(row: Row, benchmarks: Sequence[Benchmark], profile: Profile) -> tuple[pd.DataFrame, dict]:
     "Tidy figures of chance, or of the oracle with its scores."
     if row.key == 'chance':
@@ -533,9 +534,10 @@ def _evaluated(row, seed, profile, benchmarks, keep, runs, on_log) -> tuple[pd.D
         table, scores = _bound(row, benchmarks, profile)
         config = config_hash([row.key, [identity(b) for b in benchmarks], profile.n_boot])
         return table.assign(model='', method=row.key, seed=seed, config=config, commit=git_commit()).reindex(columns=COLUMNS), scores
-    if (pieces := _pieces()) and (cfg := run_config(row, profile, seed)): model, keep = pieces.deferred(cfg, row.base or profile.model, runs, on_log), pieces
+    name = profile.model if not row.base or row.is_start else row.base if profile.root is None else row.zoo
+    if (pieces := _pieces()) and (cfg := run_config(row, profile, seed)): model, keep = pieces.deferred(cfg, name, runs, on_log), pieces
     else: model = row_model(row, profile, seed, runs, on_log)
-    return evaluate(model, benchmarks, cache=profile.root is not None, keep=keep, n_boot=profile.n_boot, seed=seed, progress=False, model_name=row.base or profile.model, method=row.key, return_scores=True)
+    return evaluate(model, benchmarks, cache=profile.root is not None, keep=keep, n_boot=profile.n_boot, seed=seed, progress=False, model_name=name, method=row.key, return_scores=True)
 
 def _train_ahead(todo, profile, runs, bar, name) -> dict:
     "Train the runs of these rows and seeds several at a time, where the machine has what that takes: (row key, seed) -> None, or what went wrong."

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from compvl import experiments, zoo
 from compvl.core import CompvlError, notebooks_dir
-from compvl.experiments import PROFILES, ROWS, SHORT, TABLE1, TRIPLETS, get_profile, results, rows
+from compvl.experiments import PROFILES, ROWS, SHORT, TABLE1, TABLE8, TRIPLETS, get_profile, results, rows
 from compvl.models import create_model
 from compvl.train import RECIPES
 
@@ -113,6 +113,9 @@ def test_the_paper_profile_on_files_in_the_released_formats(start, tmp_path, mon
     theirs = results(rows("clip", "negclip", "svlc"), TRIPLETS, profile, tmp_path/"out", "released", progress=False)
     assert set(theirs.table.method) == {"clip", "negclip"} and not theirs.problems and "checkpoints/svlc" in theirs.gaps["svlc"]
     assert theirs.difference(("clip", "swap", "all", "mean_c"), ("negclip", "swap", "all", "mean_c"))["diff"] == 0      # the same weights
+    others = results([r for r in TABLE8 if r.key in ("clip", "clip-small", "rn50")], TRIPLETS, profile, tmp_path/"out", "others", progress=False)
+    assert set(others.table.method) == {"clip"} and set(others.table.seed) == {0} and set(others.missing) == {"clip-small", "rn50"} and "no released model" in others.missing["clip-small"] and not others.problems
+    assert others.table.value.equals(theirs.table[theirs.table.method == "clip"].reset_index(drop=True).value)      # the profile's start, not what is shipped
     again = results(rows("clip", "hn"), TRIPLETS, profile, tmp_path/"out", "paper", progress=False)
     assert set(again.table.method) == {"clip"} and "replace_hn.jsonl" in again.problems["hn"]
     with pytest.raises(CompvlError, match="1 of 2 rows failed"): again.check()
@@ -160,7 +163,7 @@ def test_a_failing_benchmark_file_says_what_is_needed(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("notebook, table, says", [("01_brittleness", "table1", ["visual_genome_attribution.json", "Our HN", "73.9"]), ("02_ratio_ablation", "table3", ["visual_genome_attribution.json", "Our HN", "73.9"]),
-                                                   ("03_standard_zeroshot", "table10", ["imagenet", "Our HN", "50.4"]), ("05_attribution", None, []), ("06_cae", "table1", ["ComVG.csv", "CLIP-FT", "64.9"]), ("07_text_similarity", "table4", ["SICK", "CLIP-FT", "66.3"]), ("09_iterated_operators", "table2", ["visual_genome_attribution.json", "HN, k = 1"]), ("10_beyond", None, [])])
+                                                   ("03_standard_zeroshot", "table10", ["imagenet", "Our HN", "50.4"]), ("04_other_models", "table8", ["visual_genome_attribution.json", "ViT-L/14", "61.6"]), ("05_attribution", None, []), ("06_cae", "table1", ["ComVG.csv", "CLIP-FT", "64.9"]), ("07_text_similarity", "table4", ["SICK", "CLIP-FT", "66.3"]), ("09_iterated_operators", "table2", ["visual_genome_attribution.json", "HN, k = 1"]), ("10_beyond", None, [])])
 def test_a_paper_notebook_runs_to_its_end_without_any_files(notebook, table, says, tmp_path):
     pytest.importorskip("papermill")
     (tmp_path/"empty").mkdir()
