@@ -1,7 +1,8 @@
 """Keep a reproduction as the project's committed results:  python scripts/keep.py [--times] [reproduction]
 
 Copies its tidy results to data/results/<profile>/, its figures to figures/ and its small outputs into nbs/paper/, so that they can be
-read on the web; runs what reads results (the ledger of claims) once more on those that were kept; renders README.md, whose tables come from there. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
+read on the web; runs what reads results (the ledger of claims) once more on those that were kept; renders README.md, whose tables come from there. Of a reproduction of some notebooks, the results of these are replaced, and those of the
+others stay. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
 Where training was done before, piece by piece (COMPVL_PIECES is its folder), training.csv beside the results says what it took.
 With --times, keeps only how long the notebooks of its profile took, from which `compvl reproduce` tells how much time is left.
 """
@@ -16,6 +17,7 @@ import nbformat
 import pandas as pd
 from nbdev.clean import nbdev_clean
 
+from compvl.core import notebook_number
 from compvl.experiments import ROWS, TABLE8, Pieces, get_profile, run_config
 from compvl.reproduce import reads_others, reproduce
 from readme import ROOT, write
@@ -38,26 +40,32 @@ def with_outputs(source: Path, executed: Path, out: Path):
 
 
 def times(out: Path, folder: Path | None = None):
-    """Write what became of each notebook, and in what time, to notebooks.json in `folder` (default: that of the profile)."""
+    """Write what became of each notebook, and in what time, to notebooks.json in `folder` (default: that of the profile); what is there of others stays."""
     record = [{k: r[k] for k in ("name", "status", "profile", "commit", "seconds", "peak_mb")}
               for r in (json.loads(p.read_text(encoding="utf-8"))["result"] for p in sorted((out / "notebooks").glob("*.json")))]
     if len({r["profile"] for r in record}) != 1:
         raise SystemExit(f"{out}: expected notebooks of one profile, found {sorted({r['profile'] for r in record})}")
     folder = folder or ROOT / "data/results" / record[0]["profile"]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "notebooks.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path = folder / "notebooks.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    found = {r["name"]: r for r in [*before, *record]}
+    path.write_text(json.dumps([found[k] for k in sorted(found)], indent=1) + "\n", encoding="utf-8")
 
 
 def training(runs: list[dict], pieces: Path, folder: Path):
-    """Write the training runs behind the rows of these results, with their seconds, to training.csv in `folder`: those whose metrics are among the pieces."""
+    """Write the training runs behind the rows of these results, with their seconds, to training.csv in `folder`: those whose metrics are among the pieces; what is there of others stays."""
+    path = folder / "training.csv"
+    before = pd.read_csv(path).to_dict("records") if path.exists() else []
     profile, found, models = get_profile(runs[0]["profile"]["name"]), [], {r.key: r for r in TABLE8}
     for key, seed in sorted({(r["method"], r["seed"]) for told in runs for r in told["rows"]}, key=lambda r: r[::-1]):
         if config := run_config(models.get(key, ROWS[key]), profile, seed):
-            path = Pieces(pieces).file(config)
-            if path.exists():
-                speed = pd.read_csv(path).samples_per_s
-                found.append(dict(method=key, seed=seed, run=path.name.removesuffix(".csv.gz"), steps=len(speed), seconds=round((config.batch_size / speed).sum(), 1)))
-    pd.DataFrame(found).to_csv(folder / "training.csv", index=False)
+            metrics = Pieces(pieces).file(config)
+            if metrics.exists():
+                speed = pd.read_csv(metrics).samples_per_s
+                found.append(dict(method=key, seed=seed, run=metrics.name.removesuffix(".csv.gz"), steps=len(speed), seconds=round((config.batch_size / speed).sum(), 1)))
+    of = {(r["method"], r["seed"]): r for r in [*before, *found]}
+    pd.DataFrame([of[k] for k in sorted(of, key=lambda k: k[::-1])]).to_csv(path, index=False)
 
 
 def keep(out: Path):
@@ -72,8 +80,11 @@ def keep(out: Path):
         raise SystemExit(f"{out}: rows failed: {problems}")
     folder = ROOT / "data/results" / profiles.pop()
     folder.mkdir(parents=True, exist_ok=True)
+    ours = ROOT / "nbs/paper"
+    made = {p.stem for p in (out / "notebooks").glob("*.ipynb")}
+    every = made >= {p.stem for p in ours.glob("[0-9]*.ipynb")}
     for old in folder.iterdir():
-        if old.is_file():  # pieces of runs, in a folder of their own, stay
+        if old.is_file() and (every or notebook_number(old.stem) in set(map(notebook_number, made))):  # pieces of runs, in a folder of their own, stay
             old.unlink()
     tables = [p for p in sorted((out / "tables").glob("*.csv")) if not p.with_suffix(".md").exists()]  # those with .md and .html are views of the results
     for path in [*kept, *sorted((out / "results").glob("*.csv")), *tables]:
@@ -84,9 +95,9 @@ def keep(out: Path):
     figures = [p for p in sorted((out / "figures").iterdir()) if p.suffix in (".png", ".svg")]
     for path in figures:
         shutil.copy(path, ROOT / "figures")
-    for path in sorted((out / "notebooks").glob("*.ipynb")):
-        with_outputs(ROOT / "nbs/paper" / path.name, path, out)
-    reading = [p.stem for p in sorted((out / "notebooks").glob("*.ipynb")) if reads_others(nbformat.read(p, as_version=4))]
+    for name in sorted(made):
+        with_outputs(ours / f"{name}.ipynb", out / f"notebooks/{name}.ipynb", out)
+    reading = [p.stem for p in sorted(ours.glob("[0-9]*.ipynb")) if reads_others(nbformat.read(p, as_version=4))]
     if reading:  # they say which results they read: now those that were just kept
         with tempfile.TemporaryDirectory() as tmp:
             if not reproduce(reading, folder.name, out=tmp).ok:
@@ -94,8 +105,8 @@ def keep(out: Path):
             for path in sorted(Path(tmp, "tables").glob("*.csv")):
                 shutil.copy(path, folder)
             for name in reading:
-                with_outputs(ROOT / "nbs/paper" / f"{name}.ipynb", Path(tmp) / f"notebooks/{name}.ipynb", Path(tmp))
-    nbdev_clean(fname=str(ROOT / "nbs/paper"))
+                with_outputs(ours / f"{name}.ipynb", Path(tmp) / f"notebooks/{name}.ipynb", Path(tmp))
+    nbdev_clean(fname=str(ours))
     write()
     print(f"kept {len(list(folder.iterdir()))} files in {folder.relative_to(ROOT)} and {len(figures)} figures in figures/")
 
