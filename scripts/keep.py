@@ -68,6 +68,14 @@ def training(runs: list[dict], pieces: Path, folder: Path):
     pd.DataFrame([of[k] for k in sorted(of, key=lambda k: k[::-1])]).to_csv(path, index=False)
 
 
+def pictures(out: Path) -> set[str]:
+    """Copy the figures of `out`; their names."""
+    found = [p for p in (out / "figures").glob("*") if p.suffix in (".png", ".svg")]
+    for path in found:
+        shutil.copy(path, ROOT / "figures")
+    return {p.name for p in found}
+
+
 def keep(out: Path):
     """Copy what `out` holds, after checking that all of it was made at one commit, by one profile."""
     kept = sorted((out / "results").glob("*.json"))
@@ -92,9 +100,7 @@ def keep(out: Path):
     times(out, folder)
     if pieces := os.environ.get("COMPVL_PIECES"):
         training(runs, Path(pieces), folder)
-    figures = [p for p in sorted((out / "figures").iterdir()) if p.suffix in (".png", ".svg")]
-    for path in figures:
-        shutil.copy(path, ROOT / "figures")
+    figures = pictures(out)
     for name in sorted(made):
         with_outputs(ours / f"{name}.ipynb", out / f"notebooks/{name}.ipynb", out)
     reading = [p.stem for p in sorted(ours.glob("[0-9]*.ipynb")) if reads_others(nbformat.read(p, as_version=4))]
@@ -104,6 +110,7 @@ def keep(out: Path):
                 raise SystemExit(f"{', '.join(reading)} fail on the results that were kept: see above")
             for path in sorted(Path(tmp, "tables").glob("*.csv")):
                 shutil.copy(path, folder)
+            figures |= pictures(Path(tmp))
             for name in reading:
                 with_outputs(ours / f"{name}.ipynb", Path(tmp) / f"notebooks/{name}.ipynb", Path(tmp))
     nbdev_clean(fname=str(ours))
