@@ -159,7 +159,7 @@ def scene_vocabulary(data, tokenizer) -> Tensor:
     texts = [*lexicon().lookup, *(data.texts(i)[0] for i in range(min(len(data), 2000)))]
     return torch.cat([tokenizer(texts[i:i + 1000]).unique() for i in range(0, len(texts), 1000)]).unique()
 
-# %% ../nbs/lib/22_diffusion.ipynb #a2c5972a
+# %% ../nbs/lib/22_diffusion.ipynb #16b3e86f
 @dataclass(frozen=True)
 class DiffusionConfig:
     """What a diffusion model of the microworld is trained by. `n_train` scenes of the split `pretrain`, with a new caption each time round; `steps` of `batch_size`; `lr`: peak, after `warmup` steps, then cosine to 0;
@@ -233,7 +233,7 @@ def train_diffusion(cfg: DiffusionConfig = DiffusionConfig(), runs=None, resume:
     The weights are the EMA, in float16. Raises CompvlError where the loss is not finite."""
     device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     data, tokenizer = load_train_data('pretrain', cfg.n_train, cfg.image_size), scene_tokenizer()
-    folder = Path(runs or runs_dir())/f"diffusion-{config_hash(asdict(cfg) | data.describe())}"
+    folder = Path(runs or runs_dir())/f"diffusion-{config_hash(asdict(cfg) | dict(train_data=data.describe()))}"
     def build():
         torch.manual_seed(cfg.seed)
         model = Diffusion(scene_vocabulary(data, tokenizer), cfg.image_size, cfg.channels, cfg.text_width, cfg.text_layers, cfg.timesteps).to(device)

@@ -121,7 +121,7 @@ def matching_losses(net: Matcher, images: Tensor, tokens: Tensor, mask_share: fl
     mlm = F.cross_entropy(net.words(net.fuse(patches, states, pad)[at]), net.text.embedded(tokens)[chosen])
     return dict(itc=itc_loss(I, T, scale), itm=itm, mlm=mlm)
 
-# %% ../nbs/lib/24_matching.ipynb #1459e74b
+# %% ../nbs/lib/24_matching.ipynb #d1e790a0
 @dataclass(frozen=True)
 class MatcherConfig:
     """What a cross-encoder of the microworld is trained by. `n_train` scenes of the split `pretrain`, with a new caption each time round; `steps` of `batch_size`; `lr`: peak, after `warmup` steps (at most half of all), then cosine to 0; `weight_decay` spares
@@ -152,7 +152,7 @@ class MatcherConfig:
 def matcher_name(cfg: MatcherConfig) -> str:
     "The name of a config's run folder; nothing is trained. Raises CompvlError where its image tower cannot be opened."
     start = cfg.image_tower and create_model('micro-clip', cfg.image_tower, 'cpu').fingerprint()
-    return f"matcher-{config_hash(asdict(cfg) | load_train_data('pretrain', cfg.n_train).describe() | dict(image_tower=start))}"
+    return f"matcher-{config_hash(asdict(cfg) | dict(train_data=load_train_data('pretrain', cfg.n_train).describe(), image_tower=start))}"
 
 def train_matcher(cfg: MatcherConfig = MatcherConfig(), runs=None, resume: bool = True, progress: bool = True, device=None, checkpoint_every: int = 200, on_log=None) -> Path:
     """Train a cross-encoder by its config, or go on with an interrupted run, or find the finished one; returns the run's folder, `<runs>/matcher-<hash>` (default of `runs`: `runs_dir()`), of which `compvl.diffusion.train_steps`
