@@ -22,19 +22,19 @@ def unechoed(cell) -> bool:
     return cell.cell_type == "code" and bool(re.match(r"#\|\s*echo: false\b", cell.source))
 
 
-def shown(source: str) -> str:
-    """The text of the Markdown object that a cell's last expression is."""
-    *body, last = ast.parse(source).body
-    names = {}
-    exec(compile(ast.Module(body, []), "nbs/index.ipynb", "exec"), names)
-    return eval(compile(ast.Expression(last.value), "nbs/index.ipynb", "eval"), names).data
+def run_cell(source: str, names: dict):
+    """Execute a cell in `names`; the value of its last expression, None where it ends with none."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<cell>", "exec"), names)
+    return last and eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)
 
 
 def current(notebook: Path = INDEX) -> nbformat.NotebookNode:
     """`notebook` with what its cells show when they are run now."""
     nb = nbformat.read(notebook, as_version=4)
     for cell in filter(unechoed, nb.cells):
-        cell.outputs = [nbformat.v4.new_output("execute_result", {"text/markdown": shown(cell.source)})]
+        cell.outputs = [nbformat.v4.new_output("execute_result", {"text/markdown": run_cell(cell.source, {}).data})]
         cell.metadata["jupyter"] = {"source_hidden": True}
     return nb
 

@@ -4,7 +4,6 @@ The committed notebooks in nbs/paper carry their outputs. Their cells are run ag
 what they show (tables, findings, sentences) is compared with the committed output, cell by cell. Nothing is trained or scored: what needs a model, pictures or items is passed over, and so is what depends on it;
 of such a cell, the figures are compared with the table that it wrote, where that is kept. What is left over is counted.
 """
-import ast
 import builtins
 import contextlib
 import io
@@ -21,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from compvl.core import notebook_number, read_csv
-from readme import ROOT
+from readme import ROOT, run_cell
 
 
 ITEMS = """row_models learning_curves examples turned load load_benchmarks load_benchmark kind_attributions attribution_gap supervision captioned_scenes truth_rates operator_shares worst
@@ -129,15 +128,12 @@ def shown(value) -> dict | None:
     return None
 
 
-def run_cell(source: str, space: dict) -> list[dict]:
+def shown_by(source: str, space: dict) -> list[dict]:
     """Execute a cell as a notebook does; what it shows."""
     found = []
     space["display"] = lambda *values: found.extend(filter(None, map(shown, values)))
-    tree = ast.parse(re.sub(r"(?m)^[#%]\|?.*$", "", source))
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(tree, "<cell>", "exec"), space)
-        if last is not None and (value := shown(eval(compile(ast.Expression(last.value), "<cell>", "eval"), space))):
+        if value := shown(run_cell(re.sub(r"(?m)^[#%]\|?.*$", "", source), space)):
             found.append(value)
     return found
 
@@ -207,7 +203,7 @@ def notebook(path: Path, root: Path = ROOT) -> tuple[list[str], int, int]:
         for c in cells:
             wanted = outputs(c)
             try:
-                found = run_cell(c.source, space)
+                found = shown_by(c.source, space)
                 if "parameters" in c.metadata.get("tags", []):
                     space |= dict(profile=profile, out=tmp)
                 space |= {k: v for k, v in swaps.items() if k in space}
