@@ -36,7 +36,7 @@ from .tables import ACCURACY, Column, published_cells
 from .train import METHODS, RECIPES, Run, TrainConfig, run_name, sweep, train
 from .zoo import has_weights, load_zoo
 
-# %% ../nbs/lib/34_experiments.ipynb #98e22bbf
+# %% ../nbs/lib/34_experiments.ipynb #3e78e38a
 @dataclass(frozen=True)
 class Profile:
     """With what an experiment is done.
@@ -88,7 +88,7 @@ class Profile:
 PROFILES = {p.name: p for p in [
     Profile('smoke', n_train=128, steps=4, batch_size=32, warmup=1, n_items=60, n_retrieval=40, n_classification=60, n_kind=12, n_boot=100, n_pretrain=256, pretrain_steps=4),
     Profile('micro'),
-    Profile('micro-full', n_train=24_000, steps=300, warmup=40, n_kind=1000, n_boot=2000, seeds=(0, 1, 2, 3, 4)),
+    Profile('micro-full', n_train=24_000, steps=300, warmup=40, n_kind=1000, n_boot=2000, seeds=(0, 1, 2, 3, 4), base_seeds=(0, 1, 2)),
     # what a recipe leaves open is NegCLIP's
     Profile('paper', 'ViT-B-32-quickgelu', 'openai', 'coco', n_train=None, steps=None, epochs=5, batch_size=256, lr=1e-6, warmup=50, precision='bf16', n_items=None, n_retrieval=None, n_classification=None, n_kind=None, n_pretrain=None, pretrain_steps=None, recipes=True)]}
 

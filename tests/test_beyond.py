@@ -32,7 +32,7 @@ def test_rows_of_the_dial_need_the_microworld(tmp_path):
 def test_pieces_are_made_of_all_that_the_notebook_shows():
     spec = importlib.util.spec_from_file_location("pieces", ROOT/"scripts/pieces.py")
     pieces = importlib.util.module_from_spec(spec); spec.loader.exec_module(pieces)
-    plan = pieces.plan(replace(PROFILES["micro-full"], base_seeds=(0, 1, 2)))
+    plan = pieces.plan(PROFILES["micro-full"])
     asked = {r.key: by for r, s, by in plan if s == 0}
     assert {r.key for r in BEYOND if r.source == "trained"} <= set(asked) and all({*TRIPLETS, STANDARD[0]} <= set(asked[r.key][None]) for r in BEYOND if r.source == "trained")
     assert all({"aro-relation", "aro-attribution"} <= set(asked[r.key][None]) for r in TOGETHER if r.source == "trained")
