@@ -24,7 +24,7 @@ from .core import CompvlError, atomic_write
 from .items import item_images, open_image
 from .tables import METRIC_TITLES, Column, published_cells
 
-# %% ../nbs/lib/33_plots.ipynb #91e9cb6b
+# %% ../nbs/lib/33_plots.ipynb #a9b67097
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = '#000000', '#E69F00', '#56B4E9', '#009E73', '#F0E442', '#0072B2', '#D55E00', '#CC79A7'
 STYLE = {'clip': (BLACK, 'o'), 'clip-coco': ('#888888', 's'), 'hn': (VERMILLION, '^'), 'hp+hn': (BLUE, 'D'), 'swap-only': (SKY, 'v'), 'replace-only': (GREEN, 'P'),
          'hp+0hn': ('#bd93d8', 'X'), 'hp+0.25hn': ('#9c69c2', 'X'), 'hp+0.5hn': ('#7b45a5', 'X'), 'hp+0.75hn': ('#52227b', 'X')}
@@ -34,7 +34,7 @@ STYLE |= {'negclip': (ORANGE, 'o'), 'crepe-swap': ('#a86f00', '<'), 'crepe-repla
 STYLE |= {'tcl-1': ('#7fcdbb', 'v'), 'tcl-2': ('#1d91c0', 's'), 'tcl-3': ('#0c2c84', '^'), 'tcl-mix': (PURPLE, '*')}
 STYLE |= {f'{m}-rare{s}': (c, look[1]) for m, look in dict(hn=STYLE['hn'], **{'hp+hn': STYLE['hp+hn']}).items() for s, c in zip(('0', '0.6', '1'), ('#f4b183', '#a84a00', '#6e3000') if m == 'hn' else ('#8cc4ea', '#00508a', '#002f55'))}
 STYLE |= {'hp+hn+cae': (PURPLE, 'D'), 'hp+hn+iter': (GREEN, 'D')}
-STYLE |= {'clip-small': (SKY, 'v'), 'vit-b-16': (BLUE, 's'), 'vit-l-14': (BLUE, '^'), 'rn50': (ORANGE, 'P'), 'roberta': (PURPLE, 'X'), 'datacomp': (GREEN, 'D'), 'xvlm': (VERMILLION, '*')}
+STYLE |= {'clip-small': (SKY, 'v'), 'vit-b-16': (BLUE, 's'), 'vit-l-14': ('#a08c00', '^'), 'rn50': (ORANGE, 'P'), 'roberta': (PURPLE, 'X'), 'datacomp': (GREEN, 'D'), 'xvlm': (VERMILLION, '*')}
 TEXTS = {'c': ('caption', GREEN, 'o'), 'n': ('hard negative', VERMILLION, 'X'), 'p': ('hard positive', BLUE, 'D')}   # markers of s(c), s(c_n), s(c_p)
 
 @contextmanager
