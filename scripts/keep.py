@@ -86,6 +86,9 @@ def keep(out: Path):
         raise SystemExit(f"{out}: expected results of one profile at one clean commit, found profiles {sorted(profiles)} at commits {sorted(commits)}: commit, and reproduce with --force.")
     if problems := {k: v for r in runs for k, v in r["problems"].items()}:
         raise SystemExit(f"{out}: rows failed: {problems}")
+    tables = [p for p in sorted((out / "tables").glob("*.csv")) if not p.with_suffix(".md").exists()]  # those with .md and .html are views of the results
+    if both := {p.name for p in tables} & {p.name for p in (out / "results").iterdir()}:
+        raise SystemExit(f"{out}: results and a table of the same name: {', '.join(sorted(both))}. One would replace the other: rename the table in its notebook.")
     folder = ROOT / "data/results" / profiles.pop()
     folder.mkdir(parents=True, exist_ok=True)
     ours = ROOT / "nbs/paper"
@@ -94,7 +97,6 @@ def keep(out: Path):
     for old in folder.iterdir():
         if old.is_file() and (every or notebook_number(old.stem) in set(map(notebook_number, made))):  # pieces of runs, in a folder of their own, stay
             old.unlink()
-    tables = [p for p in sorted((out / "tables").glob("*.csv")) if not p.with_suffix(".md").exists()]  # those with .md and .html are views of the results
     for path in [*kept, *sorted((out / "results").glob("*.csv")), *tables]:
         shutil.copy(path, folder)
     times(out, folder)
