@@ -1,4 +1,4 @@
-"""Not applied, not run. In a checkout of branch evalapp: write the notebooks as text (nb.py text), run this there, build."""
+"""Not applied, not run. In a checkout of branch house-evaluate: write the notebooks as text (nb.py text), run this there, build."""
 def sub(f, a, b):
     p = 'nbs/lib/evaluate/' + f; s = open(p).read(); assert a in s, (f, a); open(p, 'w').write(s.replace(a, b))
 sub('02_store.py', '        keys, blocks = [], []\n', '        keys = []\n        blocks = []\n')
