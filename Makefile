@@ -15,16 +15,16 @@ STAMP   := $(VENV)/.compvl-installed
 .PHONY: reproduce test bench export readme clean
 
 reproduce: $(STAMP)
-	$(PY) -m compvl.cli reproduce $(NOTEBOOKS) --profile $(PROFILE) --out "$(OUT)" $(if $(DATA_ROOT),--data-root "$(DATA_ROOT)")
+	$(PY) -m compvl reproduce $(NOTEBOOKS) --profile $(PROFILE) --out "$(OUT)" $(if $(DATA_ROOT),--data-root "$(DATA_ROOT)")
 
 test: $(STAMP)
 	$(PY) scripts/check.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/nbdev_test --path nbs/lib --n_workers 2 --do_print --timing
-	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && OMP_NUM_THREADS=1 COMPVL_RUNS="$$tmp/runs" $(PY) -m compvl.cli reproduce --profile smoke --out "$$tmp/out"
+	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && OMP_NUM_THREADS=1 COMPVL_RUNS="$$tmp/runs" $(PY) -m compvl reproduce --profile smoke --out "$$tmp/out"
 	$(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile tests
 
 bench: $(STAMP)
-	$(PY) -m compvl.cli bench $(BENCH)
+	$(PY) -m compvl bench $(BENCH)
 
 export: $(STAMP)
 	$(VENV)/bin/nbdev_clean

@@ -5,6 +5,7 @@
 3. What nbs/index.ipynb shows is made from data/results, it links to every notebook, and README.md is its rendering.
 4. Tables and findings in the committed outputs of nbs/paper are what the same cells give on data/results (see rederive.py).
 """
+
 import os
 import shutil
 import subprocess
@@ -32,7 +33,10 @@ def exported_and_clean() -> list[str]:
             subprocess.run([Path(sys.executable).parent / command], cwd=copy, env=env, check=True)
 
         def sources(root):
-            return {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8") for p in (root / "compvl").rglob("*.py")}
+            return {
+                p.relative_to(root).as_posix(): p.read_text(encoding="utf-8")
+                for p in (root / "compvl").rglob("*.py")
+            }
 
         committed, exported = sources(ROOT), sources(copy)
         for name in sorted(committed.keys() | exported.keys()):
@@ -72,7 +76,11 @@ def readme() -> list[str]:
     if nb != nbformat.read(INDEX, as_version=4):
         problems.append("what nbs/index.ipynb shows is not made from data/results: run make readme")
     linked = "".join(c.source for c in nb.cells)
-    problems += [f"nbs/index.ipynb does not lead to {p.name}" for p in sorted(INDEX.parent.glob("*/*.ipynb")) if f"]({p.relative_to(INDEX.parent).as_posix()})" not in linked]
+    problems += [
+        f"nbs/index.ipynb does not lead to {p.name}"
+        for p in sorted(INDEX.parent.glob("*/*.ipynb"))
+        if f"]({p.relative_to(INDEX.parent).as_posix()})" not in linked
+    ]
     if not path.exists() or path.read_text(encoding="utf-8") != render(nb):
         problems.append("README.md is not the rendering of nbs/index.ipynb: run make readme")
     return problems
@@ -86,5 +94,7 @@ if __name__ == "__main__":
         print(f"check: {problem}", file=sys.stderr)
     if found:
         sys.exit(1)
-    print(f"check: compvl/ is exported, {len(list((ROOT / 'nbs').rglob('*.ipynb')))} notebooks are clean, README.md is current, "
-          f"{made} cells of the paper notebooks agree with data/results ({left} need models or items)")
+    print(
+        f"check: compvl/ is exported, {len(list((ROOT / 'nbs').rglob('*.ipynb')))} notebooks are clean, README.md is current, "
+        f"{made} cells of the paper notebooks agree with data/results ({left} need models or items)"
+    )

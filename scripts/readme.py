@@ -3,6 +3,7 @@
 Cells that start with `#| echo: false` are run, so that tables always come from data/results: what they show is kept in the notebook, with their code folded, and stands in README.md without it. Other code cells appear with their committed
 outputs; cells that start with `#| hide` are left out; links that the notebook writes relative to nbs/ (`../figures/x.png`, `paper/01_brittleness.ipynb`) become relative to the root.
 """
+
 import ast
 import os.path
 import re
@@ -34,22 +35,33 @@ def current(notebook: Path = INDEX) -> nbformat.NotebookNode:
     """`notebook` with what its cells show when they are run now."""
     nb = nbformat.read(notebook, as_version=4)
     for cell in filter(unechoed, nb.cells):
-        cell.outputs = [nbformat.v4.new_output("execute_result", {"text/markdown": run_cell(cell.source, {}).data})]
+        cell.outputs = [
+            nbformat.v4.new_output(
+                "execute_result", {"text/markdown": run_cell(cell.source, {}).data}
+            )
+        ]
         cell.metadata["jupyter"] = {"source_hidden": True}
     return nb
 
 
 def render(nb: nbformat.NotebookNode, below: str = "nbs") -> str:
     """The Markdown text of a notebook in the folder `below` as README.md at the root of the checkout."""
-    nb.cells = [c for c in nb.cells if c.cell_type != "raw" and not re.match(r"#\|\s*hide\b", c.source)]
-    nb.cells = [nbformat.v4.new_markdown_cell(c.outputs[0].data["text/markdown"]) if unechoed(c) else c for c in nb.cells]
+    nb.cells = [
+        c for c in nb.cells if c.cell_type != "raw" and not re.match(r"#\|\s*hide\b", c.source)
+    ]
+    nb.cells = [
+        nbformat.v4.new_markdown_cell(c.outputs[0].data["text/markdown"]) if unechoed(c) else c
+        for c in nb.cells
+    ]
     nb.metadata["language_info"] = {"name": "python"}
     for cell in nb.cells:
         if cell.cell_type == "code":
             cell.source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.M)
     text, resources = MarkdownExporter().from_notebook_node(nb)
     if resources.get("outputs"):
-        raise SystemExit("nbs/index.ipynb: an output holds an image; save it under figures/ and link it, so that README.md can show it.")
+        raise SystemExit(
+            "nbs/index.ipynb: an output holds an image; save it under figures/ and link it, so that README.md can show it."
+        )
     text = LINK.sub(lambda m: m[1] + os.path.normpath(f"{below}/{m[2]}").replace(os.sep, "/"), text)
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", text, flags=re.M)).strip() + "\n"
 

@@ -4,6 +4,7 @@ The committed notebooks in nbs/paper carry their outputs. Their cells are run ag
 what they show (tables, findings, sentences) is compared with the committed output, cell by cell. Nothing is trained or scored: what needs a model, pictures or items is passed over, and so is what depends on it;
 of such a cell, the figures are compared with the table that it wrote, where that is kept. What is left over is counted.
 """
+
 import builtins
 import contextlib
 import io
@@ -24,7 +25,7 @@ from readme import ROOT, run_cell
 
 
 ITEMS = """row_models learning_curves examples turned load load_benchmarks load_benchmark kind_attributions attribution_gap supervision captioned_scenes truth_rates operator_shares worst
- sheet scenes train train_towers identifiability ship_base ship_matcher train_matcher save_figure text_similarities case_study load_train_data choose_weight""".split()   # what needs models, items or pictures
+ sheet scenes train train_towers identifiability ship_base ship_matcher train_matcher save_figure text_similarities case_study load_train_data choose_weight""".split()  # what needs models, items or pictures
 
 
 class NotStored(Exception):
@@ -64,7 +65,7 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 class Stored:
-    """What `compvl.experiments.results` gives, from data/results: the summary; no scores of items."""
+    """What `compvl.paper.making.results` gives, from data/results: the summary; no scores of items."""
 
     def __init__(self, folder: Path, name: str, rows, profile):
         path = folder / f"{name}_summary.csv"
@@ -72,7 +73,11 @@ class Stored:
             raise NotStored
         self._summary = read_csv(path)
         told = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        self.profile, self.rows, self.gaps = profile, list(rows), {**told.get("missing", {}), **told["problems"]}
+        self.profile, self.rows, self.gaps = (
+            profile,
+            list(rows),
+            {**told.get("missing", {}), **told["problems"]},
+        )
 
     def summary(self):
         return self._summary
@@ -92,7 +97,12 @@ class Kept:
 
     def judge(self, res, claims, *_, **__):
         """Findings by their text; their figures must be those of the summary."""
-        kept = {r["claim"]: r for t in self.tables.values() if "claim" in t for r in t.to_dict("records")}
+        kept = {
+            r["claim"]: r
+            for t in self.tables.values()
+            if "claim" in t
+            for r in t.to_dict("records")
+        }
         s, out = res.summary().set_index(["method", "benchmark", "group", "metric"]).value, []
         for c in claims:
             if c.text not in kept:
@@ -101,23 +111,37 @@ class Kept:
             for side in "ab":
                 at = getattr(c, side)
                 if at in s.index and not np.isclose(s[at], row[side], atol=1e-6, equal_nan=True):
-                    raise ValueError(f"the finding {c.text!r} has {side} = {row[side]:.4f}, and the summary {s[at]:.4f} for {', '.join(at)}")
+                    raise ValueError(
+                        f"the finding {c.text!r} has {side} = {row[side]:.4f}, and the summary {s[at]:.4f} for {', '.join(at)}"
+                    )
             out.append(row)
-        return pd.DataFrame(out)[["claim", "a", "b", "difference", "lo", "hi", "published", "verdict"]]
+        return pd.DataFrame(out)[
+            ["claim", "a", "b", "difference", "lo", "hi", "published", "verdict"]
+        ]
 
     def comparisons(self, res, pairs, columns):
         label = {r.key: r.label for r in res.rows}
         wanted = [f"{label.get(b)} − {label.get(a)}" for a, b in pairs]
         at = {(c.benchmark, c.metric) for c in columns}
         for t in self.tables.values():
-            if {"pair", "benchmark", "metric"} <= set(t) and set(t.pair) <= set(wanted) and set(zip(t.benchmark, t.metric)) <= at:
+            if (
+                {"pair", "benchmark", "metric"} <= set(t)
+                and set(t.pair) <= set(wanted)
+                and set(zip(t.benchmark, t.metric)) <= at
+            ):
                 return t
         raise NotStored
 
 
 def outputs(nb_cell) -> list[dict]:
     """The committed tables and texts of a cell."""
-    return [o["data"] for o in nb_cell.get("outputs", []) if "data" in o and not {"image/png", "image/jpeg"} & set(o["data"]) and {"text/html", "text/markdown"} & set(o["data"])]
+    return [
+        o["data"]
+        for o in nb_cell.get("outputs", [])
+        if "data" in o
+        and not {"image/png", "image/jpeg"} & set(o["data"])
+        and {"text/html", "text/markdown"} & set(o["data"])
+    ]
 
 
 def shown(value) -> dict | None:
@@ -151,27 +175,61 @@ def same(ours: dict, theirs: dict) -> str:
                 if p != q:
                     return f"table {title!r}, row {i + 1} ({y[0] if y else ''}), cell {j + 1}: {q!r}, and the results give {p!r}"
         return ""
-    p, q = ours["text/markdown"].strip().splitlines(), "".join(theirs.get("text/markdown", "")).strip().splitlines()
-    return next((f"{y!r}, and the results give {x!r}" for x, y in zip(p + [""] * len(q), q + [""] * len(p)) if x != y), "")
+    p, q = (
+        ours["text/markdown"].strip().splitlines(),
+        "".join(theirs.get("text/markdown", "")).strip().splitlines(),
+    )
+    return next(
+        (
+            f"{y!r}, and the results give {x!r}"
+            for x, y in zip(p + [""] * len(q), q + [""] * len(p))
+            if x != y
+        ),
+        "",
+    )
 
 
 def from_kept(data: dict, source: str, kept: Kept) -> str | None:
     """Compare a committed table, row by row, with the kept table that its cell wrote: '' where every figure is in that row (where it is turned, and has figures with intervals: in some row), None where no table is kept."""
-    names = [n for n in kept.tables for said in re.findall(r"""["'/](\w+?)(?:\.csv)?["']""", source) if n == said or n.endswith(f"_{said}")]
+    names = [
+        n
+        for n in kept.tables
+        for said in re.findall(r"""["'/](\w+?)(?:\.csv)?["']""", source)
+        if n == said or n.endswith(f"_{said}")
+    ]
     if not names or "text/html" not in data:
         return None
     number = re.compile(r"[-−]?\d+(?:\.\d+)?(?:e[-+]\d+)?")
+
     def rounded(text, value):
-        return abs(float(text.replace("−", "-")) - value) <= .5001 * 10**-len(text.partition(".")[2]) + 1e-9 * abs(value)
+        return abs(float(text.replace("−", "-")) - value) <= 0.5001 * 10 ** -len(
+            text.partition(".")[2]
+        ) + 1e-9 * abs(value)
 
     rows = table_rows(data["text/html"])
-    spread = [m.groups() for r in rows for c in r if (m := re.fullmatch(rf"({number.pattern}) \[({number.pattern}), ({number.pattern})\]", c))]
+    spread = [
+        m.groups()
+        for r in rows
+        for c in r
+        if (m := re.fullmatch(rf"({number.pattern}) \[({number.pattern}), ({number.pattern})\]", c))
+    ]
     body = [r for r in rows if any(number.fullmatch(c) for c in r)]
     for n in dict.fromkeys(names):
         t = kept.tables[n]
         if spread and {"value", "lo", "hi"} <= set(t):
-            gone = [m for m in spread if not any(all(map(rounded, m, r)) for r in t[["value", "lo", "hi"]].itertuples(index=False))]
-            return f"table {n}: {gone[0][0]} [{gone[0][1]}, {gone[0][2]}] is in no row of {n}.csv" if gone else ""
+            gone = [
+                m
+                for m in spread
+                if not any(
+                    all(map(rounded, m, r))
+                    for r in t[["value", "lo", "hi"]].itertuples(index=False)
+                )
+            ]
+            return (
+                f"table {n}: {gone[0][0]} [{gone[0][1]}, {gone[0][2]}] is in no row of {n}.csv"
+                if gone
+                else ""
+            )
         index = all(r[0] == str(i) for i, r in enumerate(body))
         if len(body) != len(t):
             continue
@@ -187,17 +245,36 @@ def from_kept(data: dict, source: str, kept: Kept) -> str | None:
 def notebook(path: Path, root: Path = ROOT) -> tuple[list[str], int, int]:
     """(problems, cells that were made again, cells with tables or texts that could not be)."""
     import IPython.display
-    from compvl import experiments
+    from compvl.paper import profiles as experiments
+
     nb = nbformat.read(path, as_version=4)
     cells = [c for c in nb.cells if c.cell_type == "code"]
-    profile = next((m[1] for c in cells for d in outputs(c) if (m := re.search(r"Profile `([\w-]+)`", d.get("text/markdown", "")))), None)
+    profile = next(
+        (
+            m[1]
+            for c in cells
+            for d in outputs(c)
+            if (m := re.search(r"Profile `([\w-]+)`", d.get("text/markdown", "")))
+        ),
+        None,
+    )
     if profile is None or not any(map(outputs, cells)):
         return [], 0, 0
     folder = root / "data/results" / profile
     if experiments.PROFILES[profile].root or experiments.PROFILES[profile].data != "microworld":
         return [], 0, sum(bool(outputs(c)) for c in cells)
-    kept, space, problems, made, left = Kept(folder, notebook_number(path.stem)), {"__name__": "__main__", "__builtins__": builtins}, [], 0, 0
-    swaps = dict.fromkeys(ITEMS, refuse) | dict(results=lambda rows, benchmarks, p, out, name, *a, **k: Stored(folder, name, rows, p), judge=kept.judge, comparisons=kept.comparisons)
+    kept, space, problems, made, left = (
+        Kept(folder, notebook_number(path.stem)),
+        {"__name__": "__main__", "__builtins__": builtins},
+        [],
+        0,
+        0,
+    )
+    swaps = dict.fromkeys(ITEMS, refuse) | dict(
+        results=lambda rows, benchmarks, p, out, name, *a, **k: Stored(folder, name, rows, p),
+        judge=kept.judge,
+        comparisons=kept.comparisons,
+    )
     with tempfile.TemporaryDirectory() as tmp:
         (Path(tmp) / "tables").mkdir()
         for c in cells:
@@ -215,26 +292,37 @@ def notebook(path: Path, root: Path = ROOT) -> tuple[list[str], int, int]:
             except ValueError as e:
                 differ, made = [str(e)], made + 1
             except Exception as e:  # NotStored, and what follows from it
-                if not isinstance(e, (NotStored, NameError, AttributeError, KeyError, TypeError, IndexError)):
+                if not isinstance(
+                    e, (NotStored, NameError, AttributeError, KeyError, TypeError, IndexError)
+                ):
                     raise
                 space |= {k: v for k, v in swaps.items() if k in space}
                 told = [from_kept(d, c.source, kept) for d in wanted]
                 differ = [s for s in told if s]
                 made, left = made + (bool(told) and None not in told), left + (None in told)
             plt.close("all")  # figures are not compared
-            problems += [f"{path.relative_to(root).as_posix()}, cell {nb.cells.index(c) + 1}: {s}" for s in differ]
+            problems += [
+                f"{path.relative_to(root).as_posix()}, cell {nb.cells.index(c) + 1}: {s}"
+                for s in differ
+            ]
     return problems, made, left
 
 
 def rederive(root: Path = ROOT) -> tuple[list[str], int, int]:
     """Of all paper notebooks."""
     parts = [notebook(p, root) for p in sorted((root / "nbs/paper").glob("[0-9]*.ipynb"))]
-    return [x for p, _, _ in parts for x in p], sum(m for _, m, _ in parts), sum(n for _, _, n in parts)
+    return (
+        [x for p, _, _ in parts for x in p],
+        sum(m for _, m, _ in parts),
+        sum(n for _, _, n in parts),
+    )
 
 
 if __name__ == "__main__":
     problems, made, left = rederive()
     for p in problems:
         print(f"rederive: {p}", file=sys.stderr)
-    print(f"rederive: {made} cells with tables or findings made again from data/results, {left} that need models or items passed over")
+    print(
+        f"rederive: {made} cells with tables or findings made again from data/results, {left} that need models or items passed over"
+    )
     sys.exit(bool(problems))

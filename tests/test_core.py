@@ -1,4 +1,5 @@
 """What a notebook cannot show: processes, interruption, installation layouts."""
+
 import multiprocessing
 import os
 import subprocess
@@ -7,7 +8,16 @@ import sys
 import pytest
 
 from compvl import core
-from compvl.core import CompvlError, atomic_write, config_hash, data_dir, git_commit, notebooks_dir, read_json, write_json
+from compvl.core import (
+    CompvlError,
+    atomic_write,
+    config_hash,
+    data_dir,
+    git_commit,
+    notebooks_dir,
+    read_json,
+    write_json,
+)
 
 
 def _write_many(path, value):
@@ -44,7 +54,10 @@ def test_written_files_have_usual_permissions(tmp_path):
     assert (tmp_path / "a.txt").stat().st_mode == (tmp_path / "b.txt").stat().st_mode
 
 
-@pytest.mark.parametrize("content, message", [(b'{"a": 1,\n "b": }', ":2 is not valid JSON"), (b"\xff\xfe{", "not UTF-8")])
+@pytest.mark.parametrize(
+    "content, message",
+    [(b'{"a": 1,\n "b": }', ":2 is not valid JSON"), (b"\xff\xfe{", "not UTF-8")],
+)
 def test_damaged_json_names_the_place(tmp_path, content, message):
     path = tmp_path / "damaged.json"
     path.write_bytes(content)
@@ -55,7 +68,12 @@ def test_damaged_json_names_the_place(tmp_path, content, message):
 
 def test_config_hash_is_the_same_in_another_process():
     code = "from compvl.core import config_hash; print(config_hash({'b': {2, 1}, 'a': 'é'}))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONHASHSEED": "7"}).stdout.strip()
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+    ).stdout.strip()
     assert out == config_hash({"a": "é", "b": {1, 2}})
 
 
@@ -75,7 +93,12 @@ def test_data_comes_from_checkout_then_package(tmp_path, monkeypatch):
 
 def test_commit_marks_changes_and_ignores_other_repositories(tmp_path, monkeypatch):
     def git(*args):
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t", *args], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t", *args],
+            check=True,
+            capture_output=True,
+        )
+
     for name in ("GIT_DIR", "GIT_WORK_TREE"):
         monkeypatch.delenv(name, raising=False)
     package = tmp_path / "compvl"
@@ -83,7 +106,9 @@ def test_commit_marks_changes_and_ignores_other_repositories(tmp_path, monkeypat
     monkeypatch.setattr(core, "_package", package)
     assert git_commit() == "unknown"
     (package / "x.py").write_text("1")
-    git("init", "-q"); git("add", "."); git("commit", "-qm", "one")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
     clean = git_commit()
     assert len(clean) == 40
     (package / "x.py").write_text("2")
@@ -101,8 +126,10 @@ class Absent(importlib.abc.MetaPathFinder):
         if name.split('.')[0] in {'nbdev', 'fastcore', 'execnb', 'papermill', 'nbformat', 'nbconvert', 'nbclient', 'IPython', 'ipykernel', 'spacy', 'torch'}:
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Absent())
-import compvl, compvl.core, compvl.reproduce
-from compvl.cli import app
+import compvl
+import compvl.core
+import compvl.app.reproduction
+from compvl.app.cli import app
 try: app(['--help'])
 except SystemExit as e: assert not e.code
 try: compvl.core.require('papermill', 'notebooks')
