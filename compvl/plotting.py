@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLACK', 'ORANGE', 'SKY', 'GREEN', 'YELLOW', 'BLUE', 'VERMILLION', 'PURPLE', 'TEXTS', 'LARGEST_SHOWN', 'TextLook',
-           'style', 'light_grid', 'small_png', 'Saved', 'save_figure']
+           'style', 'subplots', 'light_grid', 'small_png', 'Saved', 'save_figure']
 
 # %% ../nbs/lib/07_plotting.ipynb #6c0971c8
 import base64
@@ -46,7 +46,7 @@ TEXTS = {
     "p": TextLook("hard positive", BLUE, "D", "cₚ"),
 }
 
-# %% ../nbs/lib/07_plotting.ipynb #384493b7
+# %% ../nbs/lib/07_plotting.ipynb #946032ef
 _SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -69,12 +69,19 @@ def style() -> Iterator[None]:
         yield
 
 
+def subplots(*args, **options):
+    """`plt.subplots` for a figure that a notebook shows once: pyplot does not keep it open."""
+    figure, axes = plt.subplots(*args, **options)
+    plt.close(figure)
+    return figure, axes
+
+
 def light_grid(ax, axis: str = "both"):
     """Draw light lines behind the data of `ax`."""
     ax.grid(axis=axis, color="#eeeeee", lw=0.8)
     ax.set_axisbelow(True)
 
-# %% ../nbs/lib/07_plotting.ipynb #beb124b0
+# %% ../nbs/lib/07_plotting.ipynb #d9d499fa
 LARGEST_SHOWN = 150_000  # bytes of a picture in a notebook
 
 
@@ -114,14 +121,13 @@ class Saved(NamedTuple):
 
 
 def save_figure(fig, out: str | Path, name: str) -> Saved:
-    """Write a figure to `<out>/figures/<name>.png` and close it.
+    """Write a figure to `<out>/figures/<name>.png`.
 
     The file is replaced as a whole or not at all. Returns what a notebook can show.
     """
     buffer = io.BytesIO()
     with style():
         fig.savefig(buffer, format="png", bbox_inches="tight")
-    plt.close(fig)
     path = Path(out) / "figures" / f"{name}.png"
     with atomic_write(path) as temporary:
         temporary.write_bytes(_as_palette_png(Image.open(buffer)))

@@ -5,16 +5,14 @@
 # %% auto #0
 __all__ = ['Line', 'draw_failures']
 
-# %% ../../nbs/lib/evaluate/05_drawing.ipynb #39f23a8a
+# %% ../../nbs/lib/evaluate/05_drawing.ipynb #d2244c28
 import textwrap
 from collections.abc import Sequence
-
-import matplotlib.pyplot as plt
 
 from ..benchmarks.items import item_images
 from ..core import CompvlError
 from ..images import open_image
-from ..plotting import TEXTS, style
+from ..plotting import TEXTS, style, subplots
 
 # %% ../../nbs/lib/evaluate/05_drawing.ipynb #9ab6c6e1
 _TRUE = TEXTS["c"].color
@@ -91,7 +89,7 @@ def _item_lines(item, row) -> list[Line]:
         lines += make(item, row)
     return lines
 
-# %% ../../nbs/lib/evaluate/05_drawing.ipynb #d5f6c399
+# %% ../../nbs/lib/evaluate/05_drawing.ipynb #95b16574
 def _image_titles(item, row, count: int) -> list[Line]:
     """A title for each image of an item."""
     if hasattr(item, "positive_image"):
@@ -144,7 +142,7 @@ def draw_failures(failures: Sequence[tuple], size: int = 224):
         raise CompvlError("there is no failure to draw: the model is right on every item")
     wide = max(len(item_images(item)) for item, _ in failures)
     with style():
-        figure, axes = plt.subplots(
+        figure, axes = subplots(
             len(failures),
             wide + 1,
             figsize=(1.9 * wide + 6.2, 1.9 * len(failures)),

@@ -5,18 +5,17 @@
 # %% auto #0
 __all__ = ['MOST_IN_LEGEND', 'OPERATOR_COLORS', 'draw_curves', 'operator_bars']
 
-# %% ../../nbs/lib/paper/17_curves.ipynb #2a7141a0
+# %% ../../nbs/lib/paper/17_curves.ipynb #8a255fbe
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
 from .labels import label_lines
 from .looks import look, short
-from ..plotting import BLUE, GREEN, SKY, VERMILLION, YELLOW, light_grid, style
+from ..plotting import BLUE, GREEN, SKY, VERMILLION, YELLOW, light_grid, style, subplots
 
-# %% ../../nbs/lib/paper/17_curves.ipynb #6ffef4a5
+# %% ../../nbs/lib/paper/17_curves.ipynb #9c212f31
 MOST_IN_LEGEND = 6
 
 
@@ -54,7 +53,7 @@ def draw_curves(
     many = len(rows) > MOST_IN_LEGEND
     wide = 6.2 if many else 4.7
     with style():
-        figure, (axes,) = plt.subplots(
+        figure, (axes,) = subplots(
             1,
             len(metrics),
             figsize=(wide * len(metrics), 4 if many else 3.2),
@@ -75,7 +74,7 @@ def draw_curves(
             figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
-# %% ../../nbs/lib/paper/17_curves.ipynb #fe49f8b3
+# %% ../../nbs/lib/paper/17_curves.ipynb #beb1fa48
 OPERATOR_COLORS = dict(swap=BLUE, replace=SKY, add=GREEN, negate=YELLOW, other="#d5d5d5")
 _OPERATOR_NAMES = {"negate": "negation", "other": "anything else"}
 
@@ -131,7 +130,7 @@ def operator_bars(shares: pd.DataFrame, mark: float | None = None, mark_label: s
     wide = _wide_shares(shares)
     heights = _bar_positions([benchmark for benchmark, _, _ in wide.index])
     with style():
-        figure, ax = plt.subplots(figsize=(9, 0.27 * len(wide) + 1.3), layout="constrained")
+        figure, ax = subplots(figsize=(9, 0.27 * len(wide) + 1.3), layout="constrained")
         left = np.zeros(len(wide))
         for operator, color in OPERATOR_COLORS.items():
             values = wide[operator].to_numpy()

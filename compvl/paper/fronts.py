@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['TASKS', 'summary_cell', 'error_bar', 'FrontPoint', 'front', 'row_handles', 'fronts']
 
-# %% ../../nbs/lib/paper/15_fronts.ipynb #55d1e5d6
+# %% ../../nbs/lib/paper/15_fronts.ipynb #97bd6dd5
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.colors import to_rgba
@@ -19,7 +18,7 @@ from .columns import METRIC_TITLES
 from .labels import place_labels
 from .looks import look, short
 from .published import published_cells
-from ..plotting import light_grid, style
+from ..plotting import light_grid, style, subplots
 
 # %% ../../nbs/lib/paper/15_fronts.ipynb #173f9718
 def summary_cell(summary: pd.DataFrame, key: str, benchmark: str, group: str, metric: str):
@@ -37,7 +36,7 @@ def error_bar(cell) -> list[list[float]]:
     """The interval of a cell as matplotlib's `xerr` or `yerr`: [[below], [above]]."""
     return [[max(0, cell.value - cell.lo)], [max(0, cell.hi - cell.value)]]
 
-# %% ../../nbs/lib/paper/15_fronts.ipynb #f5f391d5
+# %% ../../nbs/lib/paper/15_fronts.ipynb #4da65456
 TASKS = (("REPLACE", "replace", "macro"), ("SWAP", "swap", "all"))  # title, benchmark, group
 
 
@@ -157,7 +156,7 @@ def front(
     there = {source: panels for source, panels in lines.items() if any(panels)}
     lines = there or dict(list(lines.items())[:1])
     with style():
-        figure, axes = plt.subplots(
+        figure, axes = subplots(
             len(lines),
             2,
             figsize=(10.5, 4.4 * len(lines)),
@@ -180,7 +179,7 @@ def front(
                 _label_points(ax, points, looks)
     return figure
 
-# %% ../../nbs/lib/paper/15_fronts.ipynb #77816043
+# %% ../../nbs/lib/paper/15_fronts.ipynb #7c8d89df
 def _draw_group(ax, summary, rows: Sequence, path: Sequence, panel, metric: str):
     """One panel of `fronts`."""
     title = panel[0]
@@ -228,7 +227,7 @@ def fronts(
     tall = -(-len(panels) // cols)
     rows = [*path, *others]
     with style():
-        figure, axes = plt.subplots(
+        figure, axes = subplots(
             tall,
             wide,
             figsize=(2.9 * wide, 2.6 * tall + 0.8),

@@ -5,24 +5,24 @@
 # %% auto #0
 __all__ = ['score_shift', 'split_bars', 'changes', 'dose_response', 'drift_plot']
 
-# %% ../../nbs/lib/paper/16_shifts.ipynb #8e83948e
+# %% ../../nbs/lib/paper/16_shifts.ipynb #54011895
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from .fronts import TASKS, error_bar, summary_cell
 from matplotlib.colors import to_rgba
 from matplotlib.lines import Line2D
 
 from ..metrics import CHANCE
 from .columns import METRIC_TITLES, Column
+from .fronts import TASKS, error_bar, summary_cell
 from .labels import place_labels
 from .looks import look, short
 from .published import published_cells
-from ..plotting import BLUE, ORANGE, TEXTS, light_grid, style
+from ..plotting import BLUE, ORANGE, TEXTS, light_grid, style, subplots
 
-# %% ../../nbs/lib/paper/16_shifts.ipynb #70cf3e04
+# %% ../../nbs/lib/paper/16_shifts.ipynb #bd870660
 def _rows_on_the_left(ax, rows: Sequence):
     """Name the rows on the vertical axis, from top to bottom."""
     ax.set_yticks(range(len(rows)), [short(row.label) for row in rows])
@@ -65,7 +65,7 @@ def score_shift(summary: pd.DataFrame, rows: Sequence, measured: str = "microwor
         if any(_mean_scores(summary, row, task) for task in TASKS):
             have.append(row)
     with style():
-        figure, (axes,) = plt.subplots(
+        figure, (axes,) = subplots(
             1,
             2,
             figsize=(9.5, 0.38 * len(have) + 1.5),
@@ -94,7 +94,7 @@ def score_shift(summary: pd.DataFrame, rows: Sequence, measured: str = "microwor
         )
     return figure
 
-# %% ../../nbs/lib/paper/16_shifts.ipynb #def465c7
+# %% ../../nbs/lib/paper/16_shifts.ipynb #3dc3c6f3
 _PARTS = {"relations": (-0.19, ORANGE), "attributes": (0.19, BLUE)}  # shift and colour of a bar
 
 
@@ -128,7 +128,7 @@ def split_bars(summary: pd.DataFrame, rows: Sequence, measured: str = "microworl
         if any(cell is not None for cell in cells):
             have.append(row)
     with style():
-        figure, (axes,) = plt.subplots(
+        figure, (axes,) = subplots(
             1,
             3,
             figsize=(11, 0.42 * len(have) + 1.5),
@@ -152,7 +152,7 @@ def split_bars(summary: pd.DataFrame, rows: Sequence, measured: str = "microworl
         )
     return figure
 
-# %% ../../nbs/lib/paper/16_shifts.ipynb #96ac489d
+# %% ../../nbs/lib/paper/16_shifts.ipynb #8a69718d
 def _draw_change(ax, difference: dict, y: float, color: str, marker: str, label: str | None):
     """A measured difference with its interval."""
     below = difference["diff"] - difference["lo"]
@@ -194,7 +194,7 @@ def changes(
     step = 0.8 / max(len(rows), 1)
     with style():
         height = 1 + 0.2 * len(columns) * max(len(rows), 2)
-        figure, ax = plt.subplots(figsize=(7.5, height), layout="constrained")
+        figure, ax = subplots(figsize=(7.5, height), layout="constrained")
         for line, column in enumerate(columns):
             for number, row in enumerate(rows):
                 y = line + (number - (len(rows) - 1) / 2) * step
@@ -221,7 +221,7 @@ def changes(
             figure.legend(handles, texts, loc="outside upper center", ncols=min(4, len(texts)))
     return figure
 
-# %% ../../nbs/lib/paper/16_shifts.ipynb #2e309b07
+# %% ../../nbs/lib/paper/16_shifts.ipynb #e0219df5
 _SCORE_TITLES = {f"mean_{key}": f"mean score of {text.symbol}" for key, text in TEXTS.items()}
 
 
@@ -295,7 +295,7 @@ def dose_response(
     if lines:
         heights.append(0.26 * lines + 0.12)
     with style():
-        figure, axes = plt.subplots(
+        figure, axes = subplots(
             len(heights),
             len(panels),
             figsize=(3.5 * len(panels) + 0.6, 2.35 * len(metrics) + 0.26 * lines + 0.9),
@@ -327,7 +327,7 @@ def dose_response(
             figure.legend(handles, texts, loc="outside upper right", ncols=len(texts))
     return figure
 
-# %% ../../nbs/lib/paper/16_shifts.ipynb #1020d6cf
+# %% ../../nbs/lib/paper/16_shifts.ipynb #bcc4c3df
 def _drift_title(benchmark: str, correlation: pd.DataFrame) -> str:
     """The name of a benchmark, and the correlation if it was computed."""
     title = benchmark.upper()
@@ -346,7 +346,7 @@ def drift_plot(table: pd.DataFrame, correlation: pd.DataFrame, metric: str = "au
     names = list(dict.fromkeys(table.benchmark))
     wide = max(1, len(names))
     with style():
-        figure, (axes,) = plt.subplots(
+        figure, (axes,) = subplots(
             1, wide, figsize=(7 * wide, 6.4), layout="constrained", squeeze=False
         )
         for ax, name in zip(axes, names, strict=False):

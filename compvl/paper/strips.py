@@ -5,17 +5,16 @@
 # %% auto #0
 __all__ = ['order', 'Meaning', 'draw_examples']
 
-# %% ../../nbs/lib/paper/18_strips.ipynb #d4a83267
+# %% ../../nbs/lib/paper/18_strips.ipynb #5049f6ce
 import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 from ..images import open_image
 from .looks import short
-from ..plotting import PURPLE, TEXTS, VERMILLION, light_grid, style
+from ..plotting import PURPLE, TEXTS, VERMILLION, light_grid, style, subplots
 
 # %% ../../nbs/lib/paper/18_strips.ipynb #0f431e86
 _SYMBOLS = [text.symbol for text in TEXTS.values()]
@@ -35,7 +34,7 @@ def order(scores: Sequence[float]) -> tuple[str, str]:
         return text, "right"
     return text, "wrong" if negative > max(caption, positive) else "brittle"
 
-# %% ../../nbs/lib/paper/18_strips.ipynb #e9aebc6f
+# %% ../../nbs/lib/paper/18_strips.ipynb #12e54d14
 class Meaning(NamedTuple):
     """How the meaning of an order is written."""
 
@@ -93,7 +92,7 @@ def draw_examples(items: Sequence, rows: Sequence, size: int = 224):
     rows_of = [[row for row in rows if row.key in example.scores] for example in items]
     heights = [max(1.7, 0.33 * len(present) + 0.55) for present in rows_of]
     with style():
-        figure, axes = plt.subplots(
+        figure, axes = subplots(
             len(items),
             3,
             figsize=(12, sum(heights) + 0.5),
