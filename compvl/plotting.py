@@ -6,7 +6,7 @@
 __all__ = ['BLACK', 'ORANGE', 'SKY', 'GREEN', 'YELLOW', 'BLUE', 'VERMILLION', 'PURPLE', 'TEXTS', 'LARGEST_SHOWN', 'TextLook',
            'style', 'subplots', 'light_grid', 'small_png', 'Saved', 'save_figure']
 
-# %% ../nbs/lib/07_plotting.ipynb #6c0971c8
+# %% ../nbs/lib/07_plotting.ipynb #42a602b9
 import base64
 import io
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from .core import atomic_write
@@ -46,7 +47,7 @@ TEXTS = {
     "p": TextLook("hard positive", BLUE, "D", "cₚ"),
 }
 
-# %% ../nbs/lib/07_plotting.ipynb #946032ef
+# %% ../nbs/lib/07_plotting.ipynb #0d8c169d
 _SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -73,6 +74,7 @@ def subplots(*args, **options):
     """`plt.subplots` for a figure that a notebook shows once: pyplot does not keep it open."""
     figure, axes = plt.subplots(*args, **options)
     plt.close(figure)
+    FigureCanvasAgg(figure)  # which it needs to measure texts
     return figure, axes
 
 
