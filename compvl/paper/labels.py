@@ -109,7 +109,7 @@ def place_labels(
             arrowprops=line if distance > 14 else None,
         )
 
-# %% ../../nbs/lib/paper/14_labels.ipynb #b7ed09bc
+# %% ../../nbs/lib/paper/14_labels.ipynb #f4eee39e
 def label_lines(
     ax,
     ends: Sequence[float],  # height of each line at its right end, in data coordinates
@@ -124,22 +124,22 @@ def label_lines(
     height = _text_size(ax, "X", size)[1] * 1.15
     step = height / ax.get_window_extent().height * (top - bottom)
     order = np.argsort(ends)
-    lowest = bottom
-    heights = {}
-    for index in order:
-        heights[index] = max(ends[index], lowest)
-        lowest = heights[index] + step
-    too_high = max(0, lowest - step - top)
+    heights = np.array(ends, dtype=float)
+    for before, index in zip(order, order[1:], strict=False):
+        heights[index] = max(heights[index], heights[before] + step)
+    shift = np.mean(ends - heights)  # the labels lie around the ends, and inside the panel
+    shift = min(max(shift, bottom - heights.min()), top - heights.max())
+    line = dict(arrowstyle="-", lw=0.5, shrinkA=0, shrinkB=0, relpos=(0, 0.5))
     for index in order:
         ax.annotate(
             labels[index],
             (1.0, ends[index]),
-            (1.04, heights[index] - too_high),
+            (1.04, heights[index] + shift),
             xycoords=ax.get_yaxis_transform(),
             textcoords=ax.get_yaxis_transform(),
             fontsize=size,
             color=colors[index],
             va="center",
             annotation_clip=False,
-            arrowprops=dict(arrowstyle="-", color=colors[index], lw=0.5, shrinkA=0, shrinkB=0),
+            arrowprops=line | dict(color=colors[index]),
         )
