@@ -5,109 +5,145 @@
 # %% ../../nbs/lib/text/02_edits.ipynb #5a7e71a5
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
-import re
+
 from ..core import CompvlError
 
 # %% auto #0
 __all__ = ['replace_substring', 'word_spans', 'agree_article', 'replace_word', 'differing_span', 'Coordination',
            'parse_coordination']
 
-# %% ../../nbs/lib/text/02_edits.ipynb #01b2b662
+# %% ../../nbs/lib/text/02_edits.ipynb #76b41042
 def replace_substring(text: str, old: str, new: str) -> str:
-    "`text` with every occurrence of `old` replaced, inside words too: how the released REPLACE captions were made."
+    """`text` with every occurrence of `old` replaced, inside words too.
+
+    The released REPLACE captions were made in this way (Kamath et al., ECCV 2024).
+    Raises `CompvlError` if `old` is empty.
+    """
     if not old:
         raise CompvlError("replace_substring needs a non-empty string to look for.")
     return text.replace(old, new)
 
-# %% ../../nbs/lib/text/02_edits.ipynb #349c506c
+# %% ../../nbs/lib/text/02_edits.ipynb #abbe5d8c
 @lru_cache(maxsize=4096)
 def _whole_words(phrase: str) -> re.Pattern:
+    """A pattern that finds `phrase` as whole words. Raises `CompvlError` if it has no word."""
     words = phrase.split()
     if not words:
         raise CompvlError("There must be at least one word to look for.")
     return re.compile(r"(?<![\w-])" + r"\s+".join(map(re.escape, words)) + r"(?![\w-])", re.I)
 
-# %% ../../nbs/lib/text/02_edits.ipynb #d117663a
+# %% ../../nbs/lib/text/02_edits.ipynb #50f3258b
 def word_spans(
     text: str, phrase: str, start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    "Character spans of `phrase` as whole words of `text[start:end]`, case ignored, left to right and not overlapping."
-    return [
-        m.span()
-        for m in _whole_words(phrase).finditer(text)
-        if m.start() >= start and (end is None or m.end() <= end)
-    ]
+    """Character spans of `phrase` as whole words of `text[start:end]`.
 
-# %% ../../nbs/lib/text/02_edits.ipynb #2396ce58
+    Case is ignored. Spans come from left to right and do not overlap.
+    Raises `CompvlError` if `phrase` has no word.
+    """
+    last = len(text) if end is None else end
+    spans = [match.span() for match in _whole_words(phrase).finditer(text)]
+    return [(first, stop) for first, stop in spans if first >= start and stop <= last]
+
+# %% ../../nbs/lib/text/02_edits.ipynb #0f1202e5
 _AN_SOUND = re.compile(
     r"(?!(?:uni(?!n)|use|usu|util|eu|one\b|once\b|ukulele|urin))[aeiou]|hour|honest|honou?r|heir",
     re.I,
 )
 
 
+def _article(was: str, needs_an: bool, next_letters: str) -> str:
+    """The article that agrees, in the casing of the article `was`."""
+    if not needs_an:
+        return was[0]
+    in_capitals = was.isupper() and next_letters.isupper()
+    return was + ("N" if in_capitals else "n")
+
+
 def agree_article(text: str, start: int) -> str:
-    "`text` with *a* or *an*, if one stands directly before character `start`, made to agree with the word that begins there."
-    m = re.search(r"(?<![\w'-])(an?)(\s+)$", text[:start], re.I)
-    if not m:
-        return text
-    article, an = m[1], bool(_AN_SOUND.match(text, start))
-    if an == (len(article) == 2):
-        return text
-    new = (
-        (article + ("N" if article.isupper() and text[start : start + 2].isupper() else "n"))
-        if an
-        else article[0]
-    )
-    return text[: m.start()] + new + m[2] + text[start:]
+    """`text` with the article before character `start` made to agree with the word there.
 
-# %% ../../nbs/lib/text/02_edits.ipynb #bf4bc831
+    Nothing changes if neither *a* nor *an* stands directly before that word.
+    """
+    found = re.search(r"(?<![\w'-])(an?)(\s+)$", text[:start], re.I)
+    if not found:
+        return text
+    article, spaces = found.groups()
+    needs_an = bool(_AN_SOUND.match(text, start))
+    is_an = len(article) == 2
+    if needs_an == is_an:
+        return text
+    new = _article(article, needs_an, text[start : start + 2])
+    return text[: found.start()] + new + spaces + text[start:]
+
+# %% ../../nbs/lib/text/02_edits.ipynb #8873794a
+def _in_casing_of(was: str, new: str) -> str:
+    """`new` in the casing of `was`: lower, Capitalised or UPPER."""
+    if was.isupper() and len(was) > 1:
+        return new.upper()
+    if was[:1].isupper():
+        return new[:1].upper() + new[1:]
+    return new
+
+
 def replace_word(
-    text: str, old: str, new: str, start: int = 0, end: int | None = None, articles: bool = False
+    text: str,  # a caption
+    old: str,  # a word or phrase
+    new: str,  # what replaces it
+    start: int = 0,  # first character to look at
+    end: int | None = None,  # character to stop at; None: the end of the text
+    articles: bool = False,  # make an article directly before agree with the new word
 ) -> str:
-    """`text` with `old` replaced by `new` where it stands as whole words within `text[start:end]`.
+    """`text` with `old` replaced by `new` where it stands as whole words in `text[start:end]`.
 
-    Punctuation around it stays; the casing of what stood there (lower, Capitalised, UPPER) passes to `new`. With `articles`,
-    an *a* or *an* directly before is made to agree. Returns `text` itself where `old` does not occur."""
-    for i, j in reversed(word_spans(text, old, start, end)):
-        was = text[i:j]
-        put = (
-            new.upper()
-            if was.isupper() and len(was) > 1
-            else new[:1].upper() + new[1:]
-            if was[:1].isupper()
-            else new
-        )
-        text = text[:i] + put + text[j:]
+    Punctuation around it stays. Returns `text` itself if `old` does not occur.
+    """
+    for first, stop in reversed(word_spans(text, old, start, end)):
+        text = text[:first] + _in_casing_of(text[first:stop], new) + text[stop:]
         if articles:
-            text = agree_article(text, i)
+            text = agree_article(text, first)
     return text
 
-# %% ../../nbs/lib/text/02_edits.ipynb #e81467d5
+# %% ../../nbs/lib/text/02_edits.ipynb #37e36352
+def _common_words(a: list[str], b: list[str]) -> int:
+    """How many words two lists have in common at their beginnings."""
+    count = 0
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def _span_between(text: str, before: int, after: int) -> tuple[int, int]:
+    """The span of the words of `text` after the first `before` and before the last `after`."""
+    words = [match.span() for match in re.finditer(r"\S+", text)]
+    left = words[before : len(words) - after]
+    if left:
+        return left[0][0], left[-1][1]
+    at = words[before][0] if before < len(words) else len(text)
+    return at, at
+
+
 def differing_span(a: str, b: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    "Character spans, in `a` and in `b`, of the words left between their longest common prefix and suffix of words; empty spans where nothing is left."
-    x, y = ([m.span() for m in re.finditer(r"\S+", t)] for t in (a, b))
-    same = lambda s, t: a[s[0] : s[1]] == b[t[0] : t[1]]
-    shorter, i, j = min(len(x), len(y)), 0, 0
-    while i < shorter and same(x[i], y[i]):
-        i += 1
-    while j < shorter - i and same(x[-1 - j], y[-1 - j]):
-        j += 1
+    """Character spans, in `a` and in `b`, of the words in which the two texts differ.
 
-    def span(text, words):
-        left = words[i : len(words) - j]
-        if left:
-            return left[0][0], left[-1][1]
-        at = words[i][0] if i < len(words) else len(text)
-        return at, at
+    These are the words between the longest common beginning and the longest common end.
+    A span is empty if no word is left.
+    """
+    words_a = a.split()
+    words_b = b.split()
+    before = _common_words(words_a, words_b)
+    after = _common_words(words_a[before:][::-1], words_b[before:][::-1])
+    return _span_between(a, before, after), _span_between(b, before, after)
 
-    return span(a, x), span(b, y)
-
-# %% ../../nbs/lib/text/02_edits.ipynb #15a5890e
+# %% ../../nbs/lib/text/02_edits.ipynb #07bc6ad5
 @dataclass(frozen=True)
 class Coordination:
-    "`the <attr1> <obj1> and the <attr2> <obj2>`, taken apart. `str()` puts it together again."
+    """The parts of `the <attr1> <obj1> and the <attr2> <obj2>`; `str()` gives the caption."""
 
     attr1: str
     obj1: str
@@ -118,37 +154,44 @@ class Coordination:
         return f"the {self.attr1} {self.obj1} and the {self.attr2} {self.obj2}"
 
     def swap_clauses(self) -> Coordination:
-        "The same scene, the other pair first (a hard positive)."
+        """The same scene with the other pair first: a hard positive."""
         return Coordination(self.attr2, self.obj2, self.attr1, self.obj1)
 
     def exchange_attributes(self) -> Coordination:
-        "Each object with the other's attribute (a hard negative)."
+        """Each object with the attribute of the other: a hard negative."""
         return Coordination(self.attr2, self.obj1, self.attr1, self.obj2)
 
-# %% ../../nbs/lib/text/02_edits.ipynb #c499f266
-def parse_coordination(caption: str, attributes: tuple[str, str] | None = None) -> Coordination:
-    """Take `the <attr> <obj> and the <attr> <obj>` apart; `attributes`, where known, says how far each attribute reaches.
+# %% ../../nbs/lib/text/02_edits.ipynb #f2e6e534
+def _clause(words: str, attribute: str | None) -> tuple[str, str] | None:
+    """Attribute and object of `<attr> <obj>`, or None; without `attribute`, it is the first word."""
+    if attribute is None:
+        attribute = words.split(" ")[0]
+    noun = words.removeprefix(attribute + " ")
+    return (attribute, noun) if noun != words and noun.strip() else None
 
-    Runs of spaces count as one. Raises `CompvlError` where the caption has another form or does not hold the attributes."""
+
+def _form_error(caption: str, attributes: tuple[str, str] | None = None) -> CompvlError:
+    """The error for a caption that has another form."""
+    which = f" with attributes {attributes}" if attributes else ""
+    return CompvlError(f"{caption!r} does not read `the <attr> <obj> and the <attr> <obj>`{which}.")
+
+
+def parse_coordination(caption: str, attributes: tuple[str, str] | None = None) -> Coordination:
+    """The parts of a caption of the form `the <attr> <obj> and the <attr> <obj>`.
+
+    `attributes`, if known, are the two attributes, in either order. Runs of spaces count as one.
+    Raises `CompvlError` if the caption has another form or does not contain the attributes.
+    """
     text = " ".join(caption.split())
     parts = text.split(" and the ")
     if not text.startswith("the ") or len(parts) < 2:
-        raise CompvlError(f"{caption!r} does not read `the <attr> <obj> and the <attr> <obj>`.")
-
-    def clause(words, attribute):
-        "Attribute and object of one clause, or None."
-        if attribute is None:
-            attribute = words.split(" ")[0]
-        obj = words.removeprefix(attribute + " ")
-        return (attribute, obj) if obj != words and obj.strip() else None
-
+        raise _form_error(caption)
+    first, second = attributes or (None, None)
     for cut in range(1, len(parts)):
-        left, right = " and the ".join(parts[:cut])[4:], " and the ".join(parts[cut:])
-        for first, second in ((attributes or (None, None)), (attributes or (None, None))[::-1]):
-            pair = clause(left, first), clause(right, second)
-            if all(pair):
-                return Coordination(*pair[0], *pair[1])
-    raise CompvlError(
-        f"{caption!r} does not read `the <attr> <obj> and the <attr> <obj>`"
-        + (f" with attributes {attributes}." if attributes else ".")
-    )
+        left = " and the ".join(parts[:cut]).removeprefix("the ")
+        right = " and the ".join(parts[cut:])
+        for of_left, of_right in ((first, second), (second, first)):
+            clauses = (_clause(left, of_left), _clause(right, of_right))
+            if all(clauses):
+                return Coordination(*clauses[0], *clauses[1])
+    raise _form_error(caption, attributes)
