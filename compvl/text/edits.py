@@ -140,10 +140,10 @@ def differing_span(a: str, b: str) -> tuple[tuple[int, int], tuple[int, int]]:
     after = _common_words(words_a[before:][::-1], words_b[before:][::-1])
     return _span_between(a, before, after), _span_between(b, before, after)
 
-# %% ../../nbs/lib/text/02_edits.ipynb #07bc6ad5
+# %% ../../nbs/lib/text/02_edits.ipynb #c6b5c942
 @dataclass(frozen=True)
 class Coordination:
-    """The parts of `the <attr1> <obj1> and the <attr2> <obj2>`; `str()` gives the caption."""
+    """A caption `the <attr1> <obj1> and the <attr2> <obj2>` in parts; `str()` joins them."""
 
     attr1: str
     obj1: str
@@ -161,9 +161,9 @@ class Coordination:
         """Each object with the attribute of the other: a hard negative."""
         return Coordination(self.attr2, self.obj1, self.attr1, self.obj2)
 
-# %% ../../nbs/lib/text/02_edits.ipynb #af905cac
+# %% ../../nbs/lib/text/02_edits.ipynb #791c3cab
 def _clause(words: str, attribute: str | None) -> tuple[str, str] | None:
-    """Attribute and object of `<attr> <obj>`, or None; without `attribute`, it is the first word."""
+    """Attribute and object of `<attr> <obj>`, or None. The default attribute is one word."""
     if attribute is None:
         attribute = words.split(" ")[0]
     noun = words.removeprefix(attribute + " ")
