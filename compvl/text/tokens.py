@@ -74,7 +74,7 @@ _PLAIN = re.compile(r"[\t\n\r -%'-~]*")
 
 
 class Cleaned(NamedTuple):
-    """A cleaned text; its character i stands for the span `(starts[i], ends[i])` of the original."""
+    """A cleaned text; character i stands for the span `(starts[i], ends[i])` of the original."""
 
     text: str
     starts: Sequence[int]
