@@ -18,7 +18,7 @@ from compvl.app.reproduction import reproduce
 FIGURE = """
 import matplotlib; matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from compvl.paper.figures import save_figure
+from compvl.plotting import save_figure
 fig, ax = plt.subplots(figsize=(11, 2)); ax.plot([1, 3, 2])
 save_figure(fig, out, "{name}_line")
 """

@@ -27,7 +27,8 @@ from ..core import CompvlError, pick
 from ..evaluate.embed import Embedder
 from ..losses import itc_loss
 from ..microworld.vocabulary import lexicon
-from .figures import BLUE, GREEN, ORANGE, VERMILLION, look, short, style
+from ..plotting import BLUE, GREEN, ORANGE, VERMILLION, style
+from .looks import look, short
 from ..stats import seed_bootstrap, verdict
 
 # %% ../../nbs/lib/paper/20_causal.ipynb #01a547d9

@@ -35,7 +35,8 @@ from ..benchmarks.items import Benchmark, Pair, Triplet
 from ..core import CompvlError, pick
 from ..evaluate.embed import Embedder, inference, scorer_of
 from ..images import StoredImage
-from .figures import BLUE, TEXTS, VERMILLION, look, short, style
+from ..plotting import BLUE, TEXTS, VERMILLION, style
+from .looks import look, short
 from .published import published
 from .rows import CAE_TABLE1, ROWS
 from ..stats import Correlation, Interval, bootstrap, verdict

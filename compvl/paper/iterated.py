@@ -21,7 +21,8 @@ from ..microworld.datasets import microworld_words
 from ..microworld.oracle import readable, truth
 from ..microworld.scenes import Scene
 from .columns import Column
-from .figures import BLUE, GREEN, ORANGE, VERMILLION, look, short, style
+from ..plotting import BLUE, GREEN, ORANGE, VERMILLION, style
+from .looks import look, short
 from .results import Results
 from .rows import ROWS
 from ..stats import bootstrap, resampled_difference, seed_bootstrap

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from ..core import notebook_number
 from .evidence import PIECE, Store, VERDICTS
-from .figures import GREEN, VERMILLION, style
+from ..plotting import GREEN, VERMILLION, style
 from .profiles import PROFILES
 from .statements import CLAIMS, Statement, join
 
