@@ -22,14 +22,15 @@ from compvl.attribution.replacements import (
     replacements,
     tokenize_replacements,
 )
-from compvl.attribution.towers import ATTRIBUTIONS, text_attribution
+from compvl.attribution.tokens import ATTRIBUTIONS, text_attribution
 from compvl.core import CompvlError
 from compvl.losses import attribution_loss
 from compvl.microworld.captions import caption
 from compvl.microworld.datasets import microworld_words
 from compvl.microworld.scenes import scenes
 from compvl.microworld.vocabulary import lexicon
-from compvl.models.clip import create_model, eot_positions
+from compvl.models.clip import create_model
+from compvl.models.towers import eot_positions
 from compvl.text.parser import parse_many
 
 BY_PASS = [m for m in ATTRIBUTIONS if m != "perturbation"]

@@ -21,9 +21,11 @@ from torch import nn
 
 from compvl.core import CompvlError
 from compvl.downloads import DATASETS, status
-from compvl.models.clip import Model, create_model, register_configs, wrap_model
+from compvl.models.clip import Model, create_model, register_configs
+from compvl.models.wrap import wrap_model
 from compvl.models.weights import activation, read_weights
-from compvl.models.zoo import ZOO, load_zoo, open_model, zoo_table
+from compvl.models.zoo import load_zoo, open_model, zoo_table
+from compvl.models.releases import ZOO
 
 CAPTIONS = [
     "a red star",
@@ -670,7 +672,7 @@ def test_wrapped_model_keeps_its_fingerprint_in_another_process(capsys):
     code = """
 import torch, numpy as np
 from torch import nn
-from compvl.models.clip import wrap_model
+from compvl.models.wrap import wrap_model
 class Toy(nn.Module):
     def __init__(self): super().__init__(); self.w = nn.Parameter(torch.arange(3.))
     def encode_image(self, x): return x.mean((2, 3))*self.w
