@@ -47,7 +47,7 @@ def places(text: str, width: int) -> list[tuple[int, int]]:
         column += len(word) + 1
     return found
 
-# %% ../../nbs/lib/attribution/05_drawing.ipynb #92233f96
+# %% ../../nbs/lib/attribution/05_drawing.ipynb #ea9999c6
 def _draw_run(ax, text: str, at: Sequence[tuple[int, int]], line: float, color: str):
     """Write `text` in monospace, each character at its (line, column)."""
     for character, (row, column) in zip(text, at, strict=True):
@@ -62,7 +62,7 @@ def _draw_run(ax, text: str, at: Sequence[tuple[int, int]], line: float, color: 
             color=color,
         )
 
-
+# %% ../../nbs/lib/attribution/05_drawing.ipynb #a5198f0c
 def draw_tokens(
     ax,  # matplotlib axes in characters and lines, from the top
     text: str,

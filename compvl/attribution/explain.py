@@ -175,7 +175,7 @@ def _figure(attribution: Attribution, width: int):
         ax.text(width - 24 + 9 * k, foot, kind, fontsize=7, color=hue)
     return fig
 
-# %% ../../nbs/lib/attribution/06_explain.ipynb #59adfb0b
+# %% ../../nbs/lib/attribution/06_explain.ipynb #40c2a3c2
 def _perturbation(
     model: Model, image: Tensor, tokens: Tensor, parsed: Parse, caption: str, **options
 ) -> Tensor:
@@ -184,7 +184,7 @@ def _perturbation(
     perturbed = tokenize_replacements([caption], made, model.tokenizer)
     return perturbation_attribution(model, image, tokens, perturbed)
 
-
+# %% ../../nbs/lib/attribution/06_explain.ipynb #c6c95fad
 def attribute(
     model: Model,  # from `create_model` or `wrap_model`
     image,  # path, PIL image, scene, or an item's image

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from .attention import as_found, plain_attention, relevance, unit, watched
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.transformer import VisionTransformer
 from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import CenterCrop
 
+from .attention import as_found, plain_attention, relevance, unit, watched
 from ..core import CompvlError
 from ..images import open_image
 from ..models.clip import Model

@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from .attention import as_found, image_features, unit
 from torch import Tensor
 
+from .attention import as_found, image_features, unit
 from ..models.towers import encode_text
 from ..text.lexicon import Words, plural
 from ..text.lexicon import words as shipped_words

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from compvl.attribution.attention import (
     as_found,
     image_features,
@@ -19,8 +21,6 @@ from compvl.attribution.attention import (
     watched,
     wide,
 )
-from torch import Tensor, nn
-
 from ..core import CompvlError, pick
 from ..models.towers import TextTower, eot_positions, length_parts, text_tower
 

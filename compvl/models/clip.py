@@ -212,7 +212,7 @@ def _weights_path(name: str, pretrained: str | Path) -> Path:
     present = [path / file for file in _WEIGHTS_FILES if (path / file).exists()]
     return present[0] if present else path / _WEIGHTS_FILES[0]
 
-# %% ../../nbs/lib/models/06_clip.ipynb #580f0f73
+# %% ../../nbs/lib/models/06_clip.ipynb #5a8c1889
 def _check_name(name: str):
     names = register_configs()
     if name in names:
@@ -220,8 +220,8 @@ def _check_name(name: str):
     near = [known for known in names if name.lower().replace("/", "-") in known.lower()]
     hint = "open_clip.list_models() lists them, and micro-clip is ours"
     if near:
-        hint = f"did you mean {', '.join(near[:5])}"
-    raise CompvlError(f"there is no model '{name}': {hint}?")
+        hint = f"did you mean {', '.join(near[:5])}?"
+    raise CompvlError(f"there is no model '{name}': {hint}")
 
 
 def _open_tag(name: str, tag: str) -> dict:

@@ -32,14 +32,13 @@ class ZooEntry:
     note: str = ""  # what is known and what is inferred
     pairwise: bool = False  # scores image and caption jointly, see `compvl.models.pairs`
 
-# %% ../../nbs/lib/models/08_releases.ipynb #a0f149c2
+# %% ../../nbs/lib/models/08_releases.ipynb #83196c4d
 ZOO: dict[str, ZooEntry] = {}
 
 
-def zoo_entry(entry: ZooEntry) -> ZooEntry:
-    """Register `entry` under its name, in place of an earlier one of the same name; returns it."""
+def zoo_entry(entry: ZooEntry):
+    """Register `entry` under its name, in place of an earlier one of the same name."""
     ZOO[entry.name] = entry
-    return entry
 
 # %% ../../nbs/lib/models/08_releases.ipynb #5bd3ce1e
 _OPENAI = [
@@ -178,7 +177,7 @@ for _name, _row, _kind in [
         ),
     )
 
-# %% ../../nbs/lib/models/08_releases.ipynb #f75a1d7d
+# %% ../../nbs/lib/models/08_releases.ipynb #0651ff72
 _LORA = ("open_clip training checkpoint", "LoRA of rank 4, alpha 1")
 _LORA_NOTE = (
     "Trained with QuickGELU (openai.py of its open_clip), evaluated with GELU by HP's model_zoo "
@@ -210,6 +209,7 @@ _finetuned(
     note="Whether it is released is not known. Activation as SVLC.",
 )
 
+# %% ../../nbs/lib/models/08_releases.ipynb #83a3c7be
 for _name, _row, _file in [
     ("dac-llm", "DAC-LLM", "LLM_cp.pt"),
     ("dac-sam", "DAC-SAM", "SAM_cp.pt"),

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import open_clip
 import pandas as pd
-from .releases import ZOO, ZooEntry
 
 from ..core import CompvlError
 from ..downloads import DATASETS
 from .clip import WEIGHTS_SUFFIXES, Model, create_model, register_configs
 from .hub import cached_file, in_hub_cache
+from .releases import ZOO, ZooEntry
 
-# %% ../../nbs/lib/models/09_zoo.ipynb #1fca65f8
+# %% ../../nbs/lib/models/09_zoo.ipynb #1c103566
 def _near(name: str, names: Iterable[str]) -> list[str]:
     """Up to three names like `name`, whatever their case."""
     key = name.lower().replace("/", "-")
@@ -38,8 +38,8 @@ def _entry(name: str) -> ZooEntry:
     if entry:
         return entry
     near = _near(name, ZOO)
-    hint = f"did you mean {', '.join(near)}" if near else f"it has {', '.join(ZOO)}"
-    raise CompvlError(f"there is no model '{name}' in the zoo: {hint}?")
+    hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(ZOO)}"
+    raise CompvlError(f"there is no model '{name}' in the zoo: {hint}")
 
 # %% ../../nbs/lib/models/09_zoo.ipynb #f6de035b
 def _folder(entry: ZooEntry, root) -> Path | None:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from .matching import matching_losses
-from .steps import Trainee, check_batch, ship_run, train_steps
 
 from ..core import CompvlError, config_hash, runs_dir
 from ..data.loading import load_train_data
@@ -22,7 +20,9 @@ from ..models.clip import create_model
 from ..models.matcher import Matcher, as_model
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
 from .batches import step_indices
+from .matching import matching_losses
 from .optimizer import learning_rate
+from .steps import Trainee, check_batch, ship_run, train_steps
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #a7109cc6
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def _log_row(done: int, recent: list[dict]) -> dict:
             row[name] = float(torch.stack([step[name] for step in recent]).mean())
     return row
 
-# %% ../../nbs/lib/train/10_steps.ipynb #558d75c8
+# %% ../../nbs/lib/train/10_steps.ipynb #50a7de31
 def _check_loss(row: dict, folder: Path):
     if not math.isfinite(row["loss"]):
         raise CompvlError(
@@ -87,7 +87,7 @@ def _check_loss(row: dict, folder: Path):
             f"what was written is kept in {folder}"
         )
 
-
+# %% ../../nbs/lib/train/10_steps.ipynb #8b778462
 def train_steps(
     folder: Path,  # of the run
     steps: int,
