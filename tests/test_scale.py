@@ -25,7 +25,8 @@ import compvl.train.config as T
 from compvl.core import CompvlError
 from compvl.data.loading import load_train_data
 from compvl.losses import total_loss
-from compvl.models.clip import Model, create_model, encode_text
+from compvl.models.clip import Model, create_model
+from compvl.models.towers import encode_text
 from compvl.train.batches import Collate
 from compvl.train.config import TrainConfig
 from compvl.train.loop import train

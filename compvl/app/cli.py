@@ -119,7 +119,7 @@ def _side_by_side(df, differences):
 def _open(name, pretrained, root, device, activation):
     "The model of this name: the shipped base where micro-clip's weights are not named, random ones only where they are asked for."
     from compvl.models.scorers import open_scorer
-    from compvl.models.zoo import ZOO
+    from compvl.models.releases import ZOO
 
     if name.lower() not in ZOO and not pretrained:
         if name != "micro-clip":
@@ -317,7 +317,8 @@ def models(
     ] = False,
 ):
     "List the released models that have a name here: architecture, weights, activation, and how to get those that are absent."
-    from compvl.models.zoo import ZOO, zoo_table
+    from compvl.models.zoo import zoo_table
+    from compvl.models.releases import ZOO
 
     df = zoo_table(data_root)
     if names:

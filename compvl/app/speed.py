@@ -49,7 +49,8 @@ from ..images import open_image
 from ..losses import total_loss
 from ..microworld.scenes import scenes
 from ..microworld.vocabulary import lexicon
-from ..models.clip import Model, create_model, wrap_model
+from ..models.clip import Model, create_model
+from ..models.wrap import wrap_model
 from ..text.hard_negatives import hard_negative
 from ..text.lexicon import plural, words
 from ..text.operators import Refused

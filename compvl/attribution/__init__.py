@@ -8,12 +8,13 @@ __all__ = []
 # %% ../../nbs/lib/attribution/00_attribution.ipynb #attr0003
 import lazy_loader
 
-# %% ../../nbs/lib/attribution/00_attribution.ipynb #attr0004
+# %% ../../nbs/lib/attribution/00_attribution.ipynb #0836d3d6
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "explain": ["Attribution", "attribute", "image_attribution"],
-        "towers": ["ATTRIBUTIONS", "text_attribution"],
+        "explain": ["Attribution", "attribute"],
+        "image_map": ["image_attribution"],
+        "tokens": ["ATTRIBUTIONS", "text_attribution"],
         "replacements": ["perturbation_attribution", "perturbation_scores"],
     },
 )

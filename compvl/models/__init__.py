@@ -8,13 +8,15 @@ __all__ = []
 # %% ../../nbs/lib/models/00_models.ipynb #mode0003
 import lazy_loader
 
-# %% ../../nbs/lib/models/00_models.ipynb #mode0004
+# %% ../../nbs/lib/models/00_models.ipynb #a86a3523
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "clip": ["Model", "create_model", "wrap_model"],
+        "clip": ["Model", "create_model"],
+        "wrap": ["wrap_model"],
         "weights": ["load_weights", "read_weights"],
-        "zoo": ["ZOO", "ZooEntry", "load_zoo", "open_model", "zoo_table"],
+        "releases": ["ZOO", "ZooEntry"],
+        "zoo": ["load_zoo", "open_model", "zoo_table"],
         "pairs": ["PairScorer"],
         "blip": ["BlipITM", "load_cross_encoder"],
         "scorers": ["open_scorer"],

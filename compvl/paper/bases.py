@@ -12,7 +12,7 @@ import pandas as pd
 import shutil
 from ..core import CompvlError, atomic_write, data_dir, pick, read_json
 from ..microworld.datasets import PretrainSet
-from ..models.diffusion import scene_vocabulary
+from ..models.scene_network import scene_vocabulary
 from .profiles import Profile
 from ..train.config import TrainConfig
 from ..train.matcher import MatcherConfig

@@ -23,14 +23,15 @@ import pandas as pd
 import seaborn as sns
 import textwrap
 import torch
-from ..attribution.explain import EM, HUES, LINE, attribute, places, shade
+from ..attribution.explain import attribute
+from ..attribution.drawing import CHARACTER_WIDTH as EM, HUES, LINE_HEIGHT as LINE, places, shade
 from compvl.attribution.replacements import (
     perturbation_scores,
     perturbed_tokens,
     replacements,
     tokenize_replacements,
 )
-from ..attribution.towers import ATTRIBUTIONS, text_attribution
+from ..attribution.tokens import ATTRIBUTIONS, text_attribution
 from ..benchmarks.items import Benchmark, Pair, Triplet
 from ..core import CompvlError, pick
 from ..evaluate.embed import Embedder, inference, scorer_of

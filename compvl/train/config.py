@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
 import torch
-from ..attribution.towers import ATTRIBUTIONS
+from ..attribution.tokens import ATTRIBUTIONS
 from ..core import CompvlError, pick
 
 # %% ../../nbs/lib/train/01_config.ipynb #315a23eb

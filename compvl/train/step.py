@@ -13,7 +13,7 @@ from torch import nn
 import math
 import torch
 from ..attribution.replacements import perturbation_scores
-from ..attribution.towers import text_attribution
+from ..attribution.tokens import text_attribution
 from ..losses import attribution_loss, bag_loss, bag_negative_loss, count_rows, total_loss
 from ..models.clip import Model
 from ..models.diffusion import Diffusion
