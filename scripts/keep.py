@@ -29,9 +29,10 @@ from readme import ROOT, write
 
 from compvl.app.reproduction import reads_others, reproduce
 from compvl.core import notebook_number
-from compvl.paper.making import Pieces
+from compvl.paper.pieces import Pieces
 from compvl.paper.profiles import get_profile
-from compvl.paper.rows import ROWS, TABLE8
+from compvl.paper.rows import ROWS
+from compvl.paper.table_rows import HP_TABLE8
 from compvl.paper.runs import run_config
 
 NOTEBOOKS = ROOT / "nbs/paper"
@@ -123,7 +124,7 @@ def keep_training(runs: list[dict], pieces: Path, folder: Path):
     path = folder / "training.csv"
     entries = pd.read_csv(path).to_dict("records") if path.exists() else []
     profile = get_profile(runs[0]["profile"]["name"])
-    pretrained = {row.key: row for row in TABLE8}
+    pretrained = {row.key: row for row in HP_TABLE8}
     wanted = {(entry["method"], entry["seed"]) for run in runs for entry in run["rows"]}
     for key, seed in sorted(wanted):
         found = training_run(pretrained.get(key, ROWS[key]), seed, profile, Pieces(pieces))

@@ -12,9 +12,10 @@ import pytest
 from compvl.benchmarks.loading import load_benchmark
 from compvl.core import CompvlError
 from compvl.benchmarks.synthetic import kept_out
-from compvl.paper.making import STANDARD, TRIPLET_BENCHMARKS
+from compvl.paper.loading import STANDARD, TRIPLET_BENCHMARKS
 from compvl.paper.profiles import PROFILES
-from compvl.paper.rows import BEYOND, DOSE, ROWS, TABLE8, TOGETHER, UNSEEN
+from compvl.paper.table_rows import BEYOND, DOSE, HP_TABLE8, TOGETHER, UNSEEN
+from compvl.paper.rows import ROWS
 from compvl.paper.runs import train_config
 from compvl.microworld.datasets import FinetuneSet, PretrainSet
 from compvl.train.loop import run_name
@@ -58,7 +59,7 @@ def test_pieces_are_made_of_all_that_the_notebook_shows():
     )
     assert [(s, {r.key for r, at, _ in plan if at == s} - set(asked)) for s in range(5)] == [
         (0, set()),
-        *((s, {r.key for r in TABLE8 if r.base}) for s in (1, 2)),
+        *((s, {r.key for r in HP_TABLE8 if r.base}) for s in (1, 2)),
         (3, set()),
         (4, set()),
     ]  # of the models that are compared with CLIP, seed 0 is shipped

@@ -10,9 +10,12 @@ from safetensors.torch import load_file
 from compvl.paper import profiles as experiments
 from compvl.models import zoo
 from compvl.core import CompvlError, notebooks_dir
-from compvl.paper.making import SHORT, TRIPLET_BENCHMARKS, results
+from compvl.paper.training import SHORT
+from compvl.paper.loading import TRIPLET_BENCHMARKS
+from compvl.paper.evaluation import results
 from compvl.paper.profiles import PROFILES, get_profile
-from compvl.paper.rows import ROWS, TABLE1, TABLE8, rows
+from compvl.paper.rows import ROWS, rows
+from compvl.paper.table_rows import HP_TABLE1, HP_TABLE8
 from compvl.models.clip import create_model
 from compvl.train.recipes import RECIPES
 
@@ -251,7 +254,7 @@ def test_the_paper_profile_on_files_in_the_released_formats(start, tmp_path, mon
         == 0
     )  # the same weights
     others = results(
-        [r for r in TABLE8 if r.key in ("clip", "clip-small", "rn50")],
+        [r for r in HP_TABLE8 if r.key in ("clip", "clip-small", "rn50")],
         TRIPLET_BENCHMARKS,
         profile,
         tmp_path / "out",
@@ -347,7 +350,7 @@ def test_a_failing_benchmark_file_says_what_is_needed(tiny, tmp_path):
     (tmp_path / "aro").mkdir()
     (tmp_path / "aro/visual_genome_attribution.json").write_text("[{]")
     res = results(
-        TABLE1,
+        HP_TABLE1,
         TRIPLET_BENCHMARKS,
         dataclasses.replace(tiny, root=str(tmp_path)),
         tmp_path / "out",

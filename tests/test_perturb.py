@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil, pytest
 
 from compvl.core import CompvlError, read_json, read_jsonl
-from compvl.data.captions import read_aligned
+from compvl.data.aligned import read_aligned
 from compvl.text.pipeline import CHUNK, Captions, perturb_file
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")

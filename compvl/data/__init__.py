@@ -8,13 +8,14 @@ __all__ = []
 # %% ../../nbs/lib/data/00_data.ipynb #data0003
 import lazy_loader
 
-# %% ../../nbs/lib/data/00_data.ipynb #data0004
+# %% ../../nbs/lib/data/00_data.ipynb #94636904
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "loading": ["load_train_data"],
         "images": ["ImageCache", "ImageFolder", "crop_flip", "decode"],
-        "captions": ["CaptionedImages", "CocoCaptions", "read_aligned"],
+        "aligned": ["read_aligned"],
+        "captions": ["CaptionedImages", "CocoCaptions", "ImageOptions"],
         "shards": ["ShardCaptions", "Shards", "index_shard"],
     },
 )

@@ -8,14 +8,15 @@ __all__ = []
 # %% ../../nbs/lib/train/00_train.ipynb #trai0003
 import lazy_loader
 
-# %% ../../nbs/lib/train/00_train.ipynb #trai0004
+# %% ../../nbs/lib/train/00_train.ipynb #cc2238dd
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "config": ["METHODS", "TrainConfig"],
+        "config": ["METHODS", "TrainConfig", "register_method"],
         "recipes": ["RECIPES", "recipe"],
         "loop": ["run_name", "train"],
         "run": ["Run", "load_run", "read_curves"],
         "sweep": ["sweep"],
+        "terms": ["TERMS", "register_term"],
     },
 )
