@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['BASES', 'base_config', 'matcher_config', 'ship_base', 'base_record']
 
-# %% ../../nbs/lib/paper/05_bases.ipynb #007f2062
+# %% ../../nbs/lib/paper/05_bases.ipynb #5c9242ce
+import shutil
 from dataclasses import replace
 from pathlib import Path
+
 import pandas as pd
-import shutil
+
 from ..core import CompvlError, atomic_write, data_dir, pick, read_json
 from ..microworld.datasets import PretrainSet
 from ..models.scene_network import scene_vocabulary
@@ -18,8 +20,8 @@ from ..train.config import TrainConfig
 from ..train.matcher import MatcherConfig
 from ..train.run import Run
 
-# %% ../../nbs/lib/paper/05_bases.ipynb #ee81e8b3
-BASES = {
+# %% ../../nbs/lib/paper/05_bases.ipynb #6d2ce518
+BASES = {  # model -> fields of its pretraining that differ from micro-CLIP's
     "micro-clip": {},
     "micro-clip-small": {},
     "micro-clip-p8": {},
@@ -27,63 +29,74 @@ BASES = {
     "micro-clip-rn": {},
     "micro-clip-bidir": {},
     "micro-clip-mix": dict(data_options=dict(full=0.5)),
-}  # model -> what of its pretraining is other than micro-CLIP's
+}
 
 
-def _made_here(profile: Profile):
+def _check_pretraining(profile: Profile):
+    """Raise CompvlError for a profile that starts from weights made elsewhere."""
     if not profile.pretrain_steps:
+        start = f"{profile.model} '{profile.train['pretrained']}'"
         raise CompvlError(
-            f"the profile {profile.name} starts from {profile.model} '{profile.pretrained}', which was not made here: choose smoke, micro or micro-full"
+            f"the profile {profile.name} starts from {start}, which was not made here: "
+            "choose smoke, micro or micro-full"
         )
 
-# %% ../../nbs/lib/paper/05_bases.ipynb #b9c0f7f4
+
 def base_config(profile: Profile, model: str = "micro-clip", seed: int = 0) -> TrainConfig:
-    "Config of the pretraining run behind `pretrained='base'` of one of the models in `BASES`, or of the same with another seed. Raises CompvlError for another model, and for a profile that starts from weights made elsewhere."
-    _made_here(profile)
-    return replace(
-        TrainConfig(
-            "clip-ft",
-            model=pick(model, BASES, "shipped model"),
-            pretrained=None,
-            data="pretrain",
-            n_train=profile.n_pretrain,
-            steps=profile.pretrain_steps,
-            batch_size=128,
-            lr=1e-3,
-            warmup=min(150, profile.pretrain_steps // 4),
-            weight_decay=0.1,
-            betas=(0.9, 0.98),
-            precision="fp32",
-            seed=seed,
-        ),
-        **BASES[model],
-    )
+    """Config of the pretraining run behind `pretrained='base'` of one of the models in `BASES`.
 
-# %% ../../nbs/lib/paper/05_bases.ipynb #ffe6a0d3
+    With another seed than 0, the config of the same run with that seed. Raises CompvlError for an
+    unknown model, and for a profile that starts from weights made elsewhere.
+    """
+    _check_pretraining(profile)
+    config = TrainConfig(
+        method="clip-ft",
+        model=pick(model, BASES, "shipped model"),
+        pretrained=None,
+        data="pretrain",
+        n_train=profile.n_pretrain,
+        steps=profile.pretrain_steps,
+        batch_size=128,
+        lr=1e-3,
+        warmup=min(150, profile.pretrain_steps // 4),
+        weight_decay=0.1,
+        betas=(0.9, 0.98),
+        precision="fp32",
+        seed=seed,
+    )
+    return replace(config, **BASES[model])
+
+# %% ../../nbs/lib/paper/05_bases.ipynb #cc27ebea
 def matcher_config(profile: Profile, seed: int = 0) -> MatcherConfig:
-    "Config of the run behind the cross-encoder `micro-xvlm`, or of the same with another seed; errors as of `base_config`."
-    _made_here(profile)
-    return MatcherConfig(n_train=profile.n_pretrain, steps=3 * profile.pretrain_steps, seed=seed)
+    """Config of the run behind the cross-encoder `micro-xvlm`, or of the same with another seed.
 
-# %% ../../nbs/lib/paper/05_bases.ipynb #ce3794c1
-def _record(model: str, folder: Path | None = None) -> Path:
-    return (
-        Path(folder or data_dir())
-        / "results"
-        / ("base" if model == "micro-clip" else f"models/{model}")
-    )
+    Raises CompvlError for a profile that starts from weights made elsewhere.
+    """
+    _check_pretraining(profile)
+    steps = 3 * profile.pretrain_steps
+    return MatcherConfig(n_train=profile.n_pretrain, steps=steps, seed=seed)
 
-# %% ../../nbs/lib/paper/05_bases.ipynb #d90bd525
+# %% ../../nbs/lib/paper/05_bases.ipynb #edc12130
+def _record_folder(model: str, folder: Path) -> Path:
+    """Folder of the record of the run that made a shipped model."""
+    return folder / "results" / ("base" if model == "micro-clip" else f"models/{model}")
+
+
 def ship_base(run: Run, folder: Path | None = None):
-    """Make `run` what compvl ships for its model: weights in float16 under `<folder>/microworld`, the record under `<folder>/results`; default `data_dir()`.
+    """Make `run` what compvl ships for its model.
 
-    Of micro-CLIP's relatives, the token embeddings are kept of the words alone that the microworld has."""
-    folder, name = Path(folder or data_dir()), run.config["model"]
-    words, file = (
-        (None, "base")
-        if name == "micro-clip"
-        else (scene_vocabulary(PretrainSet(2000), run.model.tokenizer), f"models/{name}")
-    )
+    Writes the weights in float16 under `<folder>/microworld` and the record of the run under
+    `<folder>/results`; `folder` defaults to `data_dir()`. Of micro-CLIP's relatives, only the
+    token embeddings of the words that the microworld has are kept.
+    """
+    folder = Path(folder or data_dir())
+    name = run.config["model"]
+    if name == "micro-clip":
+        words = None
+        file = "base"
+    else:
+        words = scene_vocabulary(PretrainSet(2000), run.model.tokenizer)
+        file = f"models/{name}"
     run.model.save(
         folder / "microworld" / f"{file}.safetensors",
         half=True,
@@ -91,16 +104,14 @@ def ship_base(run: Run, folder: Path | None = None):
         run=run.folder.name,
         commit=read_json(run.folder / "environment.json")["commit"],
     )
-    for f in ("config.json", "environment.json", "metrics.csv"):
-        with atomic_write(_record(name, folder) / f) as tmp:
-            shutil.copyfile(run.folder / f, tmp)
+    for part in ("config.json", "environment.json", "metrics.csv"):
+        with atomic_write(_record_folder(name, folder) / part) as tmp:
+            shutil.copyfile(run.folder / part, tmp)
 
-# %% ../../nbs/lib/paper/05_bases.ipynb #dab4921c
+# %% ../../nbs/lib/paper/05_bases.ipynb #36a92c4f
 def base_record(model: str = "micro-clip") -> tuple[dict, dict, pd.DataFrame]:
-    "Config, environment and metrics by step of the run that made a shipped model."
-    f = _record(model)
-    return (
-        read_json(f / "config.json"),
-        read_json(f / "environment.json"),
-        pd.read_csv(f / "metrics.csv"),
-    )
+    """Config, environment and metrics by step of the run that made a shipped model."""
+    folder = _record_folder(model, data_dir())
+    config = read_json(folder / "config.json")
+    environment = read_json(folder / "environment.json")
+    return config, environment, pd.read_csv(folder / "metrics.csv")

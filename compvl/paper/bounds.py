@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['chance', 'oracle_scores', 'bound_figures']
 
-# %% ../../nbs/lib/paper/07_bounds.ipynb #1772907b
-from collections.abc import Sequence
-from dataclasses import replace
+# %% ../../nbs/lib/paper/07_bounds.ipynb #1e665870
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
+
 from ..benchmarks.items import Benchmark
 from ..core import CompvlError
 from ..evaluate.engine import average_parts, averages
@@ -23,115 +25,144 @@ from .profiles import Profile
 from .rows import Row
 from ..stats import bootstrap
 
-# %% ../../nbs/lib/paper/07_bounds.ipynb #d9808fc0
+# %% ../../nbs/lib/paper/07_bounds.ipynb #b2d86d39
+_ACCURACIES = ("orig_acc", "aug_acc", "brittleness")
+
+
+def _found(captions: int, texts: int, k: int) -> float:
+    """Probability that one of an image's captions is among the first k of all texts."""
+    return 1 - math.comb(texts - captions, k) / math.comb(texts, k)
+
+
+def _chance_of_retrieval(benchmark: Benchmark) -> dict[str, float]:
+    captions = [len(item.captions) for item in benchmark.items]
+    images = len(captions)
+    texts = sum(captions)
+    chances = {}
+    for k in (1, 5, 10):
+        found = [_found(n, texts, min(k, texts)) for n in captions]
+        chances[f"image_to_text_recall@{k}"] = 100 * float(np.mean(found))
+    for k in (1, 5, 10):
+        chances[f"text_to_image_recall@{k}"] = 100 * min(k, images) / images
+    return chances
+
+
+def _chance_of_classification(benchmark: Benchmark) -> dict[str, float]:
+    n = len(benchmark.classes)
+    chances = {f"acc@{k}": 100 * k / n for k in (1, 5) if k < n}
+    return chances | dict(mean_per_class_recall=100 / n)
+
+
 def chance(benchmark: Benchmark) -> dict[str, float]:
-    "Expected figures, in percent, of scores that are drawn at random."
+    """Expected figures, in percent, of scores that are drawn at random."""
     match benchmark.task:
         case "triplet":
-            m = triplet_metrics(*zip(*itertools.permutations(range(3))))
-            return {k: m[k] for k in ("orig_acc", "aug_acc", "brittleness")}
+            metrics = triplet_metrics(*zip(*itertools.permutations(range(3)), strict=True))
+            return {name: metrics[name] for name in _ACCURACIES}
         case "pair" | "image-choice":
             return dict(accuracy=50.0)
         case "caption-choice":
-            return dict(
-                accuracy=100 * float(np.mean([1 / (1 + len(i.foils)) for i in benchmark.items]))
-            )
+            shares = [1 / (1 + len(item.foils)) for item in benchmark.items]
+            return dict(accuracy=100 * float(np.mean(shares)))
         case "square":
             return dict(text=25.0, image=25.0, group=100 / 6)
         case "text-similarity":
             return dict(spearman=0.0, pearson=0.0)
         case "classification":
-            n = len(benchmark.classes)
-            return {f"acc@{k}": 100 * k / n for k in (1, 5) if k < n} | dict(
-                mean_per_class_recall=100 / n
-            )
-    own = [len(i.captions) for i in benchmark.items]
-    images, texts = len(own), sum(own)
-    found = lambda c, k: (
-        1 - math.comb(texts - c, k) / math.comb(texts, k)
-    )  # one of c captions among k of all
-    return {
-        f"image_to_text_recall@{k}": 100 * float(np.mean([found(c, min(k, texts)) for c in own]))
-        for k in (1, 5, 10)
-    } | {f"text_to_image_recall@{k}": 100 * min(k, images) / images for k in (1, 5, 10)}
+            return _chance_of_classification(benchmark)
+    return _chance_of_retrieval(benchmark)
 
-# %% ../../nbs/lib/paper/07_bounds.ipynb #3e744182
+# %% ../../nbs/lib/paper/07_bounds.ipynb #a921c9cc
+_TRUTH_SCORES = {True: 1.0, False: 0.0, None: 0.5}
+
+
 def oracle_scores(benchmark: Benchmark) -> pd.DataFrame:
-    "Scores of one who sees the scene: 1 for a true text, 0 for a false one, ½ for a matter of opinion. CompvlError where items are not scenes."
-    if benchmark.task != "triplet" or not all(isinstance(i.image, Scene) for i in benchmark.items):
+    """Scores of one who sees the scene: 1 for a true text, 0 for a false one, 0.5 for an opinion.
+
+    Raises CompvlError where the items are not triplets of drawn scenes.
+    """
+    scenes = all(isinstance(item.image, Scene) for item in benchmark.items)
+    if benchmark.task != "triplet" or not scenes:
         raise CompvlError(
-            f"{benchmark.name}: only triplets of drawn scenes have a known truth; the published estimate is all there is."
+            f"{benchmark.name}: only triplets of drawn scenes have a known truth; "
+            "the published estimate is all there is."
         )
-    score = lambda i, t: {True: 1.0, False: 0.0, None: 0.5}[truth(i.image, t)]
-    return pd.DataFrame(
-        [
-            dict(
-                id=i.id,
-                group=i.group,
-                s_c=score(i, i.caption),
-                s_n=score(i, i.hard_negative),
-                s_p=score(i, i.hard_positive),
-            )
-            for i in benchmark.items
-        ]
+    rows = []
+    for item in benchmark.items:
+        texts = dict(s_c=item.caption, s_n=item.hard_negative, s_p=item.hard_positive)
+        scores = {name: _TRUTH_SCORES[truth(item.image, text)] for name, text in texts.items()}
+        rows.append(dict(id=item.id, group=item.group) | scores)
+    return pd.DataFrame(rows)
+
+# %% ../../nbs/lib/paper/07_bounds.ipynb #75b7d258
+def _chance_rows(benchmark: Benchmark) -> list[tuple]:
+    """(benchmark, group, metric, value) of chance on a benchmark and on its groups."""
+    name = benchmark.name
+    rows = []
+    by_group = {}
+    for group in filter(None, benchmark.groups()):
+        items = [item for item in benchmark.items if item.group == group]
+        by_group[group] = chance(replace(benchmark, items=items))
+        rows += [(name, group, metric, value) for metric, value in by_group[group].items()]
+    counted = [by_group[group] for group in by_group if group not in benchmark.not_in_macro]
+    if len(by_group) > 1 and counted:
+        for metric in chance(benchmark):
+            mean = float(np.mean([values[metric] for values in counted]))
+            rows.append((name, "macro", metric, mean))
+    return rows
+
+
+def _chance_figures(benchmarks: Sequence[Benchmark]) -> pd.DataFrame:
+    """Tidy figures of chance."""
+    whole = {benchmark.name: chance(benchmark) for benchmark in benchmarks}
+    rows = []
+    for name, values in whole.items():
+        rows += [(name, "all", metric, value) for metric, value in values.items()]
+    for benchmark in benchmarks:
+        rows += _chance_rows(benchmark)
+    for average, parts in averages(whole).items():
+        metrics = dict.fromkeys(itertools.chain(*(whole[part] for part in parts)))
+        for metric in metrics:
+            having = average_parts(whole, parts, metric)
+            mean = float(np.mean([whole[part][metric] for part in having]))
+            rows.append((average, "macro", metric, mean))
+    return pd.DataFrame(rows, columns=["benchmark", "group", "metric", "value"])
+
+
+def _oracle_average(name: str, metric: str, outcomes: list, n_boot: int) -> dict:
+    """The oracle's figure of an average of benchmarks."""
+    interval = bootstrap([outcome[metric].to_numpy() for outcome in outcomes], n_boot)
+    value, lo, hi = (100 * figure for figure in interval[:3])
+    return dict(
+        benchmark=name, group="macro", metric=metric, value=value, lo=lo, hi=hi, n=interval.n
     )
 
-# %% ../../nbs/lib/paper/07_bounds.ipynb #1d962517
+
+def _oracle_figures(benchmarks: Sequence[Benchmark], n_boot: int) -> tuple[pd.DataFrame, dict]:
+    """Tidy figures of the oracle, and its scores by benchmark."""
+    triplets = [benchmark for benchmark in benchmarks if benchmark.task == "triplet"]
+    scores = {benchmark.name: oracle_scores(benchmark) for benchmark in triplets}
+    outcomes = {name: TASKS["triplet"].outcomes(table) for name, table in scores.items()}
+    found = []
+    for name, table in scores.items():
+        shown = {metric: outcomes[name][metric] for metric in _ACCURACIES}
+        found.append(figures(shown, table.group, n_boot).assign(benchmark=name))
+    for average, parts in averages(scores).items():
+        of_parts = [outcomes[part] for part in parts]
+        rows = [_oracle_average(average, metric, of_parts, n_boot) for metric in _ACCURACIES]
+        found.append(pd.DataFrame(rows))
+    if not found:
+        return pd.DataFrame(columns=["benchmark", "group", "metric", "value"]), scores
+    return pd.concat(found, ignore_index=True), scores
+
+
 def bound_figures(
     row: Row, benchmarks: Sequence[Benchmark], profile: Profile
 ) -> tuple[pd.DataFrame, dict]:
-    "Tidy figures of chance, or of the oracle with its scores."
+    """Tidy figures of the row 'chance', or those of the oracle; and scores by benchmark.
+
+    Chance has no scores. Raises CompvlError where the oracle does not know the truth.
+    """
     if row.key == "chance":
-        by = {b.name: chance(b) for b in benchmarks}
-        out = [(b, "all", k, v) for b, vs in by.items() for k, v in vs.items()]
-        for b in benchmarks:
-            groups = {
-                g: chance(replace(b, items=[i for i in b.items if i.group == g]))
-                for g in b.groups()
-                if g
-            }
-            out += [(b.name, g, k, v) for g, vs in groups.items() for k, v in vs.items()]
-            if len(groups) > 1 and (
-                counted := [vs for g, vs in groups.items() if g not in b.not_in_macro]
-            ):
-                out += [
-                    (b.name, "macro", k, float(np.mean([vs[k] for vs in counted])))
-                    for k in by[b.name]
-                ]
-        out += [
-            (w, "macro", k, float(np.mean([by[p][k] for p in average_parts(by, parts, k)])))
-            for w, parts in averages(by).items()
-            for k in dict.fromkeys(k for p in parts for k in by[p])
-        ]
-        return pd.DataFrame(out, columns=["benchmark", "group", "metric", "value"]), {}
-    scores = {b.name: oracle_scores(b) for b in benchmarks if b.task == "triplet"}
-    outcomes = {n: TASKS["triplet"].outcomes(t) for n, t in scores.items()}
-    out = [
-        figures(
-            {k: outcomes[n][k] for k in ("orig_acc", "aug_acc", "brittleness")},
-            t.group,
-            profile.n_boot,
-        ).assign(benchmark=n)
-        for n, t in scores.items()
-    ]
-    for w, parts in averages(scores).items():
-        for k in ("orig_acc", "aug_acc", "brittleness"):
-            v = bootstrap([outcomes[p][k].to_numpy() for p in parts], profile.n_boot)
-            out.append(
-                pd.DataFrame(
-                    [
-                        dict(
-                            benchmark=w,
-                            group="macro",
-                            metric=k,
-                            value=100 * v.value,
-                            lo=100 * v.lo,
-                            hi=100 * v.hi,
-                            n=v.n,
-                        )
-                    ]
-                )
-            )
-    return pd.concat(out, ignore_index=True) if out else pd.DataFrame(
-        columns=["benchmark", "group", "metric", "value"]
-    ), scores
+        return _chance_figures(benchmarks), {}
+    return _oracle_figures(benchmarks, profile.n_boot)

@@ -5,130 +5,169 @@
 # %% auto #0
 __all__ = ['PROFILES', 'PAPER_FILES', 'Profile', 'get_profile']
 
-# %% ../../nbs/lib/paper/01_profiles.ipynb #736ad84d
-from dataclasses import dataclass
-from dataclasses import replace
+# %% ../../nbs/lib/paper/01_profiles.ipynb #dc0893b2
+from dataclasses import dataclass, replace
 from pathlib import Path
-from ..core import CompvlError, pick
 
-# %% ../../nbs/lib/paper/01_profiles.ipynb #4f7db2ec
+from ..core import CompvlError, pick
+from ..train.recipes import RECIPES
+
+# %% ../../nbs/lib/paper/01_profiles.ipynb #9c846341
+# The keys of a profile in the JSON file beside its results, in order.
+_RECORD = """name model pretrained data root n_train steps epochs batch_size lr warmup weight_decay
+precision n_items n_retrieval n_classification n_kind n_boot seeds n_pretrain pretrain_steps
+base_seeds recipes""".split()
+
+
 @dataclass(frozen=True)
 class Profile:
-    """With what an experiment is done.
-
-    `model`, `pretrained`: where every row starts (`compvl.models.clip.create_model`). `data`: 'microworld', or 'coco' with the files below `root`.
-    `n_train`: training items; `steps` or `epochs`, `batch_size`, `lr`, `warmup`, `weight_decay`, `precision`: of every training run;
-    with `recipes`, only what the row's own recipe leaves open.
-    `n_items`: items of each benchmark (None: all) but for `n_retrieval`, `n_classification`: items of these tasks, and `n_kind`: of each part of a benchmark whose parts are judged by themselves; `n_boot`: resamples of the
-    intervals; `seeds`: of the training runs. `n_pretrain`, `pretrain_steps`: pairs and steps from which the microworld's base is made, None
-    where the start is somebody else's; `base_seeds`: of the base and its relatives where they are compared with each other; seed 0 is shipped."""
+    """Sizes and schedules of an experiment."""
 
     name: str
-    model: str = "micro-clip"
-    pretrained: str | None = "base"
-    data: str = "microworld"
-    root: str | None = None
-    n_train: int | None = 12_000
-    steps: int | None = 120
-    epochs: float | None = None
-    batch_size: int = 128
-    lr: float = 1e-3
-    warmup: int = 20
-    weight_decay: float = 0.2
-    precision: str = "fp32"
-    n_items: int | None = 1000
-    n_retrieval: int | None = 1000
-    n_classification: int | None = 1000
-    n_kind: int | None = 400
-    n_boot: int = 1000
-    seeds: tuple[int, ...] = (0,)
-    n_pretrain: int | None = 60_000
-    pretrain_steps: int | None = 1600
-    base_seeds: tuple[int, ...] = (0,)
-    recipes: bool = False
+    train: dict  # fields of `TrainConfig` of every training run; `model`: where every row starts
+    root: str | None = None  # folder of the downloads; None in the microworld
+    recipes: bool = False  # whether each row is trained by its own recipe (`RECIPES`)
+    n_items: int | None = 1000  # items of each benchmark; None: all, here and below
+    n_retrieval: int | None = 1000  # images of a retrieval benchmark
+    n_classification: int | None = 1000  # items of a classification benchmark
+    n_kind: int | None = 400  # items of each part of a benchmark whose parts are reported apart
+    n_boot: int = 1000  # resamples of the bootstrap intervals
+    seeds: tuple[int, ...] = (0,)  # seeds of the training runs
+    n_pretrain: int | None = 60_000  # pairs that the microworld's base sees; None: not ours
+    pretrain_steps: int | None = 1600  # steps of its pretraining; None: not ours
+    base_seeds: tuple[int, ...] = (0,)  # seeds of pretraining, where bases are compared
+
+    @property
+    def model(self) -> str:
+        """Name of the model that every row starts from (`compvl.models.clip.create_model`)."""
+        return self.train["model"]
+
+    @property
+    def data(self) -> str:
+        """Training data: 'microworld', or 'coco' with the files below `root`."""
+        return self.train["data"]
+
+    @property
+    def n_train(self) -> int | None:
+        """Training items; None: all."""
+        return self.train.get("n_train")
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of a training run; None where its length is given in epochs."""
+        return self.train.get("steps")
+
+    @property
+    def batch_size(self) -> int:
+        """Pairs in a batch of training."""
+        return self.train["batch_size"]
 
     @property
     def measured(self) -> str:
-        "What its figures are of: the word at the head of their columns."
+        """What its figures are called in tables and figures."""
         return "microworld" if self.data == "microworld" else "this run"
 
-    def describe(self) -> str:
-        "One sentence for a reader."
-        many = f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
-        length = (
-            "by each row's own recipe (`compvl.train.recipes.RECIPES`)"
-            if self.recipes
-            else f"for {f'{self.steps:,} steps' if self.steps else f'{self.epochs:g} epochs'} of {self.batch_size} pairs"
-        )
-        return (
-            f"Profile `{self.name}`: {self.model} from `{self.pretrained}`, finetuned {length} on "
-            f"{f'{self.n_train:,} pairs of ' if self.n_train else ''}{'the microworld' if self.data == 'microworld' else 'COCO'}, {many}; "
-            f"{f'{self.n_items:,} items' if self.n_items else 'all items'} of each benchmark; intervals are 95 % bootstrap intervals of {self.n_boot:,} resamples."
-            + (
-                " It is far too little to mean anything, and shows only that everything runs."
-                if self.name == "smoke"
-                else ""
-            )
-        )
+    def training(self, **fields) -> "Profile":
+        """The profile with these fields of `TrainConfig` in place of its own."""
+        return replace(self, train=self.train | fields)
 
-# %% ../../nbs/lib/paper/01_profiles.ipynb #113cae92
+    def record(self) -> dict:
+        """Its fields and those of its training in one flat dictionary, as results keep them."""
+        values = vars(self) | self.train
+        return {key: values.get(key) for key in _RECORD}
+
+    def describe(self) -> str:
+        """Two sentences for a reader."""
+        sentence = (
+            f"Profile `{self.name}`: {self.model} from `{self.train['pretrained']}`, finetuned "
+            f"{self._length()} on {self._pairs()}, {self._seeds()}; {self._items()} of each "
+            f"benchmark; intervals are 95 % bootstrap intervals of {self.n_boot:,} resamples."
+        )
+        if self.name == "smoke":
+            sentence += (
+                " It is far too little to mean anything, and shows only that everything runs."
+            )
+        return sentence
+
+    def _length(self) -> str:
+        if self.recipes:
+            return "by each row's own recipe (`compvl.train.recipes.RECIPES`)"
+        steps = f"{self.steps:,} steps" if self.steps else f"{self.train['epochs']:g} epochs"
+        return f"for {steps} of {self.batch_size} pairs"
+
+    def _pairs(self) -> str:
+        data = "the microworld" if self.data == "microworld" else "COCO"
+        return f"{self.n_train:,} pairs of {data}" if self.n_train else data
+
+    def _seeds(self) -> str:
+        return f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+
+    def _items(self) -> str:
+        return f"{self.n_items:,} items" if self.n_items else "all items"
+
+# %% ../../nbs/lib/paper/01_profiles.ipynb #60dc760d
+_MICRO = dict(
+    model="micro-clip",
+    pretrained="base",
+    data="microworld",
+    n_train=12_000,
+    steps=120,
+    batch_size=128,
+    lr=1e-3,
+    warmup=20,
+    weight_decay=0.2,
+    precision="fp32",
+)
+_SMOKE = _MICRO | dict(n_train=128, steps=4, batch_size=32, warmup=1)
+_MICRO_FULL = _MICRO | dict(n_train=24_000, steps=300, warmup=40)
+# What a row's recipe leaves open is as in NegCLIP's, but for the method, which is the row's.
+_PAPER = {key: value for key, value in RECIPES["negclip"].items() if key != "method"}
+_PAPER["precision"] = "bf16"
+
+# %% ../../nbs/lib/paper/01_profiles.ipynb #aa46cf6e
+_SMOKE_PROFILE = Profile(
+    "smoke",
+    train=_SMOKE,
+    n_items=60,
+    n_retrieval=40,
+    n_classification=60,
+    n_kind=12,
+    n_boot=100,
+    n_pretrain=256,
+    pretrain_steps=4,
+)
+_MICRO_FULL_PROFILE = Profile(
+    "micro-full",
+    train=_MICRO_FULL,
+    n_kind=1000,
+    n_boot=2000,
+    seeds=(0, 1, 2, 3, 4),
+    base_seeds=(0, 1, 2),
+)
+_PAPER_PROFILE = Profile(
+    "paper",
+    train=_PAPER,
+    recipes=True,
+    n_items=None,
+    n_retrieval=None,
+    n_classification=None,
+    n_kind=None,
+    n_pretrain=None,
+    pretrain_steps=None,
+)
 PROFILES = {
-    p.name: p
-    for p in [
-        Profile(
-            "smoke",
-            n_train=128,
-            steps=4,
-            batch_size=32,
-            warmup=1,
-            n_items=60,
-            n_retrieval=40,
-            n_classification=60,
-            n_kind=12,
-            n_boot=100,
-            n_pretrain=256,
-            pretrain_steps=4,
-        ),
-        Profile("micro"),
-        Profile(
-            "micro-full",
-            n_train=24_000,
-            steps=300,
-            warmup=40,
-            n_kind=1000,
-            n_boot=2000,
-            seeds=(0, 1, 2, 3, 4),
-            base_seeds=(0, 1, 2),
-        ),
-        # what a recipe leaves open is NegCLIP's
-        Profile(
-            "paper",
-            "ViT-B-32-quickgelu",
-            "openai",
-            "coco",
-            n_train=None,
-            steps=None,
-            epochs=5,
-            batch_size=256,
-            lr=1e-6,
-            warmup=50,
-            precision="bf16",
-            n_items=None,
-            n_retrieval=None,
-            n_classification=None,
-            n_kind=None,
-            n_pretrain=None,
-            pretrain_steps=None,
-            recipes=True,
-        ),
-    ]
+    "smoke": _SMOKE_PROFILE,
+    "micro": Profile("micro", train=_MICRO),
+    "micro-full": _MICRO_FULL_PROFILE,
+    "paper": _PAPER_PROFILE,
 }
 
-# %% ../../nbs/lib/paper/01_profiles.ipynb #935a6aef
-PAPER_FILES = dict(
+# %% ../../nbs/lib/paper/01_profiles.ipynb #1fe15376
+PAPER_FILES = dict(  # option of the COCO training data -> (place below the root, where it is from)
     captions_json=(
         "coco/annotations/captions_train2017.json",
-        "from https://cocodataset.org/#download (2017 train/val annotations): the 591,753 captions that HP rewrote",
+        "from https://cocodataset.org/#download (2017 train/val annotations): the 591,753 "
+        "captions that HP rewrote",
     ),
     image_root=("coco/train2017", "from https://cocodataset.org/#download (2017 train images)"),
     hard_positives=(
@@ -145,19 +184,21 @@ PAPER_FILES = dict(
 def get_profile(name: str, data_root: str | Path | None = None) -> Profile:
     """The profile of this name, with its data below `data_root` where it needs any.
 
-    Raises CompvlError for an unknown name, and for a missing `data_root`, with what has to be there."""
-    p = PROFILES[pick(name, PROFILES, "profile")]
-    if p.data == "microworld":
-        return p
+    Raises CompvlError for an unknown name, and for a missing `data_root`, with the files that
+    have to be there.
+    """
+    profile = PROFILES[pick(name, PROFILES, "profile")]
+    if profile.data == "microworld":
+        return profile
     if data_root is None:
-        files = "; ".join(
-            f"{f.format(kind='{swap,replace}')} ({where})" for f, where in PAPER_FILES.values()
-        )
+        places = PAPER_FILES.values()
+        files = [f"{file.format(kind='{swap,replace}')} ({where})" for file, where in places]
         raise CompvlError(
-            f"The profile {name} needs downloads: give their folder as --data-root (data_root in a notebook). For training it holds {files}; "
+            f"The profile {name} needs downloads: give their folder as --data-root (data_root in "
+            f"a notebook). For training it holds {'; '.join(files)}; "
             "`compvl data status` lists the files of each benchmark."
         )
     root = Path(data_root).expanduser().absolute()
     if not root.is_dir():
         raise CompvlError(f"data root {root} is not a folder: give the folder of the downloads.")
-    return replace(p, root=str(root))
+    return replace(profile, root=str(root))

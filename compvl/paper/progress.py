@@ -5,36 +5,44 @@
 # %% auto #0
 __all__ = ['Screen']
 
-# %% ../../nbs/lib/paper/09_progress.ipynb #43a070c7
-from pathlib import Path
+# %% ../../nbs/lib/paper/09_progress.ipynb #9d48779a
 import os
 import sys
+from pathlib import Path
 
-# %% ../../nbs/lib/paper/09_progress.ipynb #cb42698f
+# %% ../../nbs/lib/paper/09_progress.ipynb #23d608c6
 class Screen:
-    """A file for tqdm: in a notebook, one line of output that is replaced instead of added to; elsewhere stderr. The line also goes to the file that
-    `$COMPVL_PROGRESS` names, where `compvl reproduce` reads it."""
+    """A file for tqdm.
+
+    In a notebook it is one line of output that is replaced instead of added to; elsewhere it is
+    stderr. The line also goes to the file that `$COMPVL_PROGRESS` names, where
+    `compvl reproduce` reads it.
+    """
 
     def __init__(self):
         self.file = os.environ.get("COMPVL_PROGRESS")
-        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
         self.handle = None
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
         if getattr(shell, "kernel", None) is not None:
             from IPython.display import display
 
             self.handle = display({"text/plain": ""}, raw=True, display_id=True)
 
-    def write(self, text):
-        if self.file and text.strip():
-            Path(self.file).write_text(text.strip(), encoding="utf-8")
+    def write(self, text: str):
+        """Show `text` in place of what was shown before."""
+        line = text.strip()
+        if self.file and line:
+            Path(self.file).write_text(line, encoding="utf-8")
         if self.handle is None:
             sys.stderr.write(text)
-        elif text.strip():
-            self.handle.update({"text/plain": text.strip()}, raw=True)
+        elif line:
+            self.handle.update({"text/plain": line}, raw=True)
 
     def flush(self):
+        """Flush stderr."""
         sys.stderr.flush()
 
-    def done(self, text):
+    def done(self, text: str):
+        """Leave `text` as the last line of a notebook; elsewhere nothing is written."""
         if self.handle is not None:
             self.write(text)

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['Results']
 
-# %% ../../nbs/lib/paper/08_results.ipynb #8aa7c00a
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+# %% ../../nbs/lib/paper/08_results.ipynb #7d0d5462
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
 import numpy as np
 import pandas as pd
+
 from ..benchmarks.items import Benchmark
 from ..core import CompvlError, config_hash, git_commit
 from ..evaluate.compare import macro_groups
@@ -23,233 +23,253 @@ from .profiles import Profile
 from .rows import Row
 from ..stats import Correlation, resampled_difference, seed_bootstrap
 
-# %% ../../nbs/lib/paper/08_results.ipynb #aaa11326
+# %% ../../nbs/lib/paper/08_results.ipynb #d7d1a814
+_SUMMARY = "benchmark group method metric value lo hi n seeds seed_lo seed_hi".split()
+
+
+def _parts_of(outcomes, table: pd.DataFrame, group: str) -> list[np.ndarray]:
+    """What a figure of one seed is the mean of: float arrays [items], in percent or scores.
+
+    `outcomes`: a Series, or several (directions of retrieval, say). `group`: 'all', 'macro', or the
+    name of one. Raises KeyError for 'macro' without groups.
+    """
+    series = outcomes if isinstance(outcomes, list) else [outcomes]
+    groups = [group]
+    if group == "all":
+        groups = [None]
+    if group == "macro":
+        groups = macro_groups(table)
+    if not groups:
+        raise KeyError(group)
+    parts = []
+    for name in groups:
+        for values in series:
+            if name is not None:
+                values = values[(table.group == name)[values.index]]
+            if len(values):
+                scale = 100 if values.dtype == bool else 1
+                parts.append(values.to_numpy(dtype=float) * scale)
+    return parts
+
+
+def _resample_seeds(correlations: list[Correlation], n_boot: int) -> tuple[float, np.ndarray]:
+    """Mean of the seeds' correlations, and its resampled values [n_boot] over pairs and seeds."""
+    n = len(correlations)
+    rng = np.random.default_rng(0)
+    shares = rng.multinomial(n, [1 / n] * n, n_boot) / n
+    resampled = np.stack([correlation.resampled(n_boot) for correlation in correlations], 1)
+    value = float(np.mean([correlation.value for correlation in correlations]))
+    return value, (shares * resampled).sum(1)
+
+
+def _mean_of_parts(parts: list[np.ndarray], weights: list[float]) -> float:
+    return float(sum(weight * part.mean() for weight, part in zip(weights, parts, strict=True)))
+
+# %% ../../nbs/lib/paper/08_results.ipynb #ffad70b4
 @dataclass
 class Results:
-    """Figures of rows on benchmarks.
-
-    `table`: tidy, one row a benchmark, group, method (the row's key), seed and metric. `scores[key][seed][benchmark]`: per item. `missing`:
-    benchmark -> why it is not there; `problems`: row key -> why it failed. `joined`: name -> the columns of which it is the mean."""
+    """Figures of rows on benchmarks."""
 
     profile: Profile
     rows: list[Row]
     benchmarks: list[Benchmark]
-    table: pd.DataFrame
-    scores: dict
-    missing: dict[str, str] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
-    joined: dict[str, Sequence[Column]] = field(default_factory=dict)
+    table: pd.DataFrame  # tidy: one row a benchmark, group, method (key of the row), seed, metric
+    scores: dict  # [row key][seed][benchmark]: scores by item
+    missing: dict[str, str] = field(default_factory=dict)  # benchmark -> why it is not there
+    problems: dict[str, str] = field(default_factory=dict)  # row key -> why it failed
+    joined: dict[str, Sequence[Column]] = field(default_factory=dict)  # name -> columns of a mean
     _outcomes: dict = field(default_factory=dict, repr=False)
     _summary: pd.DataFrame | None = field(default=None, repr=False)
 
     @property
     def gaps(self) -> dict[str, str]:
-        "Why figures are not there, by benchmark and by row."
-        return {k: f"no data: {v}" for k, v in self.missing.items()} | {
-            k: f"failed: {v}" for k, v in self.problems.items()
-        }
+        """Why figures are not there, by benchmark and by row."""
+        missing = {key: f"no data: {why}" for key, why in self.missing.items()}
+        return missing | {key: f"failed: {why}" for key, why in self.problems.items()}
 
     def check(self):
-        "Raise CompvlError where a row failed, after all that could be made was made."
+        """Raise CompvlError where a row failed."""
         if self.problems:
+            why = "; ".join(f"{key}: {problem}" for key, problem in self.problems.items())
+            n = len(self.problems)
             raise CompvlError(
-                f"{len(self.problems)} of {len(self.rows)} rows failed, and all others are there: "
-                + "; ".join(f"{k}: {v}" for k, v in self.problems.items())
+                f"{n} of {len(self.rows)} rows failed, and all others are there: {why}"
             )
 
-    def _outcome(self, key: str, seed: int, benchmark: str) -> dict:
-        if (at := (key, seed, benchmark)) not in self._outcomes:
-            t = self.scores[key][seed][benchmark]
-            self._outcomes[at] = task_of(t).outcomes(t)
+    def outcome(self, key: str, seed: int, benchmark: str) -> dict:
+        """{metric: outcome by item} of a row and seed on a benchmark."""
+        at = (key, seed, benchmark)
+        if at not in self._outcomes:
+            table = self.scores[key][seed][benchmark]
+            self._outcomes[at] = task_of(table).outcomes(table)
         return self._outcomes[at]
 
-    def _correlated(
-        self, key: str, benchmark: str, group: str, metric: str, n_boot: int
-    ) -> tuple[float, np.ndarray] | None:
-        "Value and resampled values, [n_boot], of a correlation, over pairs and seeds together; None where the figure is a mean."
+    _outcome = outcome
+
+    def _correlations(
+        self, key: str, benchmark: str, group: str, metric: str
+    ) -> list[Correlation] | None:
+        """The correlations of a row, one a seed; None where the figure is a mean."""
         if key not in self.scores or benchmark not in {b.name for b in self.benchmarks}:
             return None
-        found = [
-            (self._outcome(key, s, benchmark)[metric], t[benchmark].group)
-            for s, t in self.scores[key].items()
-        ]
-        if not isinstance(found[0][0], Correlation):
-            return None
-        cs = [c if group == "all" else c[g == group] for c, g in found]
-        picks = np.random.default_rng(0).multinomial(
-            len(cs), [1 / len(cs)] * len(cs), n_boot
-        ) / len(cs)
-        return float(np.mean([c.value for c in cs])), (
-            picks * np.stack([c.resampled(n_boot) for c in cs], 1)
-        ).sum(1)
+        correlations = []
+        for seed, tables in self.scores[key].items():
+            outcome = self.outcome(key, seed, benchmark)[metric]
+            if not isinstance(outcome, Correlation):
+                return None
+            in_group = tables[benchmark].group == group
+            correlations.append(outcome if group == "all" else outcome[in_group])
+        return correlations
+
+    def _average_parts(self, key: str, average: str, metric: str) -> list[np.ndarray]:
+        """`parts` of an average over benchmarks."""
+        names = averages(benchmark.name for benchmark in self.benchmarks)[average]
+        seed = next(iter(self.scores[key]))
+        outcomes = {name: self.outcome(key, seed, name) for name in names}
+        having = average_parts(outcomes, names, metric)
+        if not having:
+            raise KeyError(metric)
+        found = [self.parts(key, name, "all", metric) for name in having]
+        return list(itertools.chain(*found))
 
     def parts(self, key: str, benchmark: str, group: str, metric: str) -> list[np.ndarray]:
-        "What a figure is the mean of: [seeds, items] (percent, or scores), in parts that are averaged with equal weight. KeyError where there is none."
-        if of := next((r.of for r in self.rows if r.key == key), ()):
-            return [
-                np.mean(p, 0) for p in zip(*(self.parts(k, benchmark, group, metric) for k in of))
-            ]
-        if benchmark in (means := averages(b.name for b in self.benchmarks)):
-            first = next(iter(self.scores[key]))
-            have = average_parts(
-                {b: self._outcome(key, first, b) for b in means[benchmark]},
-                means[benchmark],
-                metric,
-            )
-            if not have:
-                raise KeyError(metric)
-            return [p for b in have for p in self.parts(key, b, "all", metric)]
-        per_seed = []
+        """What a figure is the mean of: arrays [seeds, items] (percent, or scores).
+
+        The parts are averaged with equal weight. Raises KeyError where there is no such figure.
+        """
+        of = next((row.of for row in self.rows if row.key == key), ())
+        if of:
+            found = [self.parts(other, benchmark, group, metric) for other in of]
+            return [np.mean(same, 0) for same in zip(*found, strict=True)]
+        if benchmark in averages(b.name for b in self.benchmarks):
+            return self._average_parts(key, benchmark, metric)
+        by_seed = []
         for seed, tables in self.scores[key].items():
-            t, x = tables[benchmark], self._outcome(key, seed, benchmark)[metric]
-            x, names = (
-                (x if isinstance(x, list) else [x]),
-                (
-                    [group]
-                    if group not in ("all", "macro")
-                    else macro_groups(t)
-                    if group == "macro"
-                    else [None]
-                ),
-            )
-            found = [s[(t.group == g)[s.index]] if g is not None else s for g in names for s in x]
-            if not names:
-                raise KeyError(group)
-            per_seed.append(
-                [s.to_numpy(dtype=float) * (100 if s.dtype == bool else 1) for s in found if len(s)]
-            )
-        return [np.stack(p) for p in zip(*per_seed)]
+            outcomes = self.outcome(key, seed, benchmark)[metric]
+            by_seed.append(_parts_of(outcomes, tables[benchmark], group))
+        return [np.stack(same) for same in zip(*by_seed, strict=True)]
 
     def weighted(
         self, key: str, benchmark: str, group: str, metric: str
     ) -> tuple[list[np.ndarray], list[float]]:
-        "`parts`, and what each weighs: a joined figure is the mean of its columns, however many parts each has."
-        if columns := self.joined.get(benchmark):
-            found = [self.weighted(key, *c[3:]) for c in columns]
-            return [p for parts, _ in found for p in parts], [
-                w / len(columns) for _, weights in found for w in weights
-            ]
-        parts = self.parts(key, benchmark, group, metric)
-        return parts, [1 / len(parts)] * len(parts)
+        """`parts`, and the weight of each.
+
+        A joined figure is the mean of its columns, however many parts each has.
+        """
+        columns = self.joined.get(benchmark)
+        if not columns:
+            parts = self.parts(key, benchmark, group, metric)
+            return parts, [1 / len(parts)] * len(parts)
+        parts = []
+        weights = []
+        for column in columns:
+            column_parts, column_weights = self.weighted(key, *column.figure)
+            parts += column_parts
+            weights += [weight / len(columns) for weight in column_weights]
+        return parts, weights
+
+    def _resampled(self, at: tuple, n_boot: int) -> tuple[float, np.ndarray]:
+        """A figure (row key, benchmark, group, metric) and its resampled values [n_boot]."""
+        correlations = self._correlations(*at)
+        if correlations:
+            return _resample_seeds(correlations, n_boot)
+        return seed_bootstrap(*self.weighted(*at), n_boot)
+
+    def _summary_row(self, at: tuple, figures: pd.DataFrame) -> tuple:
+        """A row of the summary, from a figure's rows of all seeds."""
+        method, benchmark, group, metric = at
+        first = figures.iloc[0]
+        lo, hi = first.lo, first.hi
+        if len(figures) > 1 and figures.lo.notna().all():
+            _, boot = self._resampled((method, benchmark, group, metric), self.profile.n_boot)
+            lo, hi = np.quantile(boot, [0.025, 0.975])
+        value = figures.value
+        seeds = (first.n, len(figures), value.min(), value.max())
+        return (benchmark, group, method, metric, value.mean(), lo, hi, *seeds)
 
     def summary(self) -> pd.DataFrame:
-        """One row a benchmark, group, method and metric: `value` is the mean over seeds, `lo` and `hi` the 95 % interval over items and seeds,
-        `seed_lo` and `seed_hi` the range over the seeds' own figures."""
-        if self._summary is not None:
-            return self._summary
-        out = []
-        for (method, benchmark, group, metric), t in self.table.groupby(
-            ["method", "benchmark", "group", "metric"], sort=False
-        ):
-            value, lo, hi = t.value.mean(), t.lo.iloc[0], t.hi.iloc[0]
-            if len(t) > 1 and t.lo.notna().all():
-                at = (method, benchmark, group, metric)
-                _, boot = self._correlated(*at, self.profile.n_boot) or seed_bootstrap(
-                    *self.weighted(*at), self.profile.n_boot
-                )
-                lo, hi = np.quantile(boot, [0.025, 0.975])
-            out.append(
-                (
-                    benchmark,
-                    group,
-                    method,
-                    metric,
-                    value,
-                    lo,
-                    hi,
-                    t.n.iloc[0],
-                    len(t),
-                    t.value.min(),
-                    t.value.max(),
-                )
-            )
-        self._summary = pd.DataFrame(
-            out,
-            columns=[
-                "benchmark",
-                "group",
-                "method",
-                "metric",
-                "value",
-                "lo",
-                "hi",
-                "n",
-                "seeds",
-                "seed_lo",
-                "seed_hi",
-            ],
-        )
+        """One row a benchmark, group, method and metric.
+
+        `value` is the mean over seeds, `lo` and `hi` the 95 % interval over items and seeds,
+        `seed_lo` and `seed_hi` the range over the seeds' own figures.
+        """
+        if self._summary is None:
+            keys = ["method", "benchmark", "group", "metric"]
+            by_figure = self.table.groupby(keys, sort=False)
+            rows = [self._summary_row(at, figures) for at, figures in by_figure]
+            self._summary = pd.DataFrame(rows, columns=_SUMMARY)
         return self._summary
 
-    def _derived(self) -> pd.DataFrame:
-        "Tidy figures, a seed at a time, of the rows that average others and of the joined columns."
-        out, runs = (
-            [],
-            dict.fromkeys(self.table[["method", "seed"]].itertuples(index=False, name=None)),
-        )
+    def _of_seed(self, seed: int) -> "Results":
+        """The results of one seed; of a row without it, those of the row's first."""
+        scores = {}
+        for key, by_seed in self.scores.items():
+            scores[key] = {seed: by_seed.get(seed, next(iter(by_seed.values())))}
+        return replace(self, scores=scores, _summary=None)
 
-        def add(key, seed, *at):
-            one = replace(
-                self,
-                scores={
-                    k: {seed: s.get(seed, next(iter(s.values())))} for k, s in self.scores.items()
-                },
-                _summary=None,
-            )
-            try:
-                parts, weights = one.weighted(key, *at)
-            except KeyError:
-                return
-            value, boot = seed_bootstrap(parts, weights, self.profile.n_boot)
-            out.append(
-                (
-                    *at[:2],
-                    self.profile.model,
-                    key,
-                    seed,
-                    at[2],
-                    value,
-                    *np.quantile(boot, [0.025, 0.975]),
-                    sum(p.shape[1] for p in parts),
-                    config_hash([key, at, seed, configs]),
-                    commit,
-                )
-            )
-
-        configs, commit = sorted(set(self.table.config)), git_commit()
-        for r in self.rows:
-            if not r.of or not set(r.of) <= set(self.scores):
+    def _averaged_figures(self) -> list[tuple]:
+        """(row key, seed, benchmark, group, metric) of the figures of rows that average others."""
+        found = []
+        for row in self.rows:
+            if not row.of or not set(row.of) <= set(self.scores):
                 continue
-            first = self.table[
-                (self.table.method == r.of[0])
-                & ~self.table.metric.isin(["ties", "coverage", "cut"])
-            ]
-            for seed, *at in first[["seed", "benchmark", "group", "metric"]].itertuples(
-                index=False, name=None
-            ):
-                if not self._correlated(r.of[0], *at, 1):
-                    add(r.key, seed, *at)
-                    runs[r.key, seed] = None
-        for name, (key, seed) in itertools.product(self.joined, runs):
-            add(key, seed, name, "mean", "accuracy")
-        return pd.DataFrame(out, columns=COLUMNS)
+            is_first = self.table.method == row.of[0]
+            is_mean = ~self.table.metric.isin(["ties", "coverage", "cut"])
+            figures = self.table.loc[is_first & is_mean, ["seed", "benchmark", "group", "metric"]]
+            for seed, *figure in figures.itertuples(index=False, name=None):
+                if not self._correlations(row.of[0], *figure):
+                    found.append((row.key, seed, *figure))
+        return found
+
+    def derived(self) -> pd.DataFrame:
+        """Tidy figures by seed of the rows that average others, and of the joined columns."""
+        averaged = self._averaged_figures()
+        runs = dict.fromkeys(self.table[["method", "seed"]].itertuples(index=False, name=None))
+        runs |= dict.fromkeys((key, seed) for key, seed, *_ in averaged)
+        joined = itertools.product(self.joined, runs)
+        wanted = averaged + [(*run, name, "mean", "accuracy") for name, run in joined]
+        configs = sorted(set(self.table.config))
+        commit = git_commit()
+        rows = []
+        for key, seed, *figure in wanted:
+            try:
+                parts, weights = self._of_seed(seed).weighted(key, *figure)
+            except KeyError:
+                continue
+            value, boot = seed_bootstrap(parts, weights, self.profile.n_boot)
+            interval = np.quantile(boot, [0.025, 0.975])
+            n = sum(part.shape[1] for part in parts)
+            config = config_hash([key, figure, seed, configs])
+            benchmark, group, metric = figure
+            place = (benchmark, group, self.profile.model, key, seed, metric)
+            rows.append((*place, value, *interval, n, config, commit))
+        return pd.DataFrame(rows, columns=COLUMNS)
 
     def difference(self, a: tuple, b: tuple) -> dict:
-        """Figure `b` minus figure `a`, each (row key, benchmark, group, metric): `a`, `b`, `diff`, `lo`, `hi`, `p` (two-sided), `paired`.
+        """Figure `b` minus figure `a`, each (row key, benchmark, group, metric).
 
-        Paired by item where both are of the same benchmark and group; independent otherwise. KeyError where either is not there."""
-        n_boot, paired = max(1000, self.profile.n_boot), a[1:3] == b[1:3]
-        if (x := self._correlated(*a, n_boot)) and (y := self._correlated(*b, n_boot)):
-            va, vb, diff, boot = x[0], y[0], y[0] - x[0], y[1] - x[1]
+        Returns `a`, `b`, `diff`, its 95 % interval `lo`, `hi`, `p` (two-sided), and `paired`: by
+        item where both are of the same benchmark and group; independent otherwise. Raises
+        KeyError where either figure is not there.
+        """
+        n_boot = max(1000, self.profile.n_boot)
+        paired = a[1:3] == b[1:3]
+        correlations = self._correlations(*a), self._correlations(*b)
+        if all(correlations):
+            value_a, boot_a = _resample_seeds(correlations[0], n_boot)
+            value_b, boot_b = _resample_seeds(correlations[1], n_boot)
+            diff = value_b - value_a
+            boot = boot_b - boot_a
         else:
-            (x, u), (y, v) = self.weighted(*a), self.weighted(*b)
+            parts_a, weights_a = self.weighted(*a)
+            parts_b, weights_b = self.weighted(*b)
+            value_a = _mean_of_parts(parts_a, weights_a)
+            value_b = _mean_of_parts(parts_b, weights_b)
             if paired:
-                diff, boot = seed_bootstrap([q - p for p, q in zip(x, y)], u, n_boot)
+                parts = [y - x for x, y in zip(parts_a, parts_b, strict=True)]
+                diff, boot = seed_bootstrap(parts, weights_a, n_boot)
             else:
-                diff, boot = seed_bootstrap([*y, *x], [*v, *(-w for w in u)], n_boot)
-            va, vb = (
-                float(sum(w * p.mean() for w, p in zip(weights, parts)))
-                for weights, parts in ((u, x), (v, y))
-            )
+                weights = [*weights_b, *(-weight for weight in weights_a)]
+                diff, boot = seed_bootstrap([*parts_b, *parts_a], weights, n_boot)
         lo, hi, p = resampled_difference(boot)
-        return dict(a=va, b=vb, diff=diff, lo=lo, hi=hi, p=p, paired=paired)
+        return dict(a=value_a, b=value_b, diff=diff, lo=lo, hi=hi, p=p, paired=paired)
