@@ -46,7 +46,7 @@ from ..data.loading import load_train_data
 from ..evaluate.embed import Embedder, inference
 from ..evaluate.engine import evaluate, item_scores
 from ..images import open_image
-from ..losses import total_loss
+from ..train.terms import total_loss
 from ..microworld.scenes import scenes
 from ..microworld.vocabulary import lexicon
 from ..models.clip import Model, create_model

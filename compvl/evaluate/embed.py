@@ -706,5 +706,5 @@ def scorer_of(
     if hasattr(model, "score"):
         return CrossEmbedder(model, cache, batch_size, progress=progress)
     raise CompvlError(
-        f"a {type(model).__name__} cannot be scored: give a compvl Model (`compvl.models.clip.wrap_model` makes one of model, preprocess and tokenizer) or a PairScorer"
+        f"a {type(model).__name__} cannot be scored: give a compvl Model (`compvl.models.wrap.wrap_model` makes one of model, preprocess and tokenizer) or a PairScorer"
     )

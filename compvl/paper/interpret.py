@@ -39,7 +39,8 @@ from ..images import StoredImage
 from ..plotting import BLUE, TEXTS, VERMILLION, style
 from .looks import look, short
 from .published import published
-from .rows import CAE_TABLE1, ROWS
+from .table_rows import CAE_TABLE1
+from .rows import ROWS
 from ..stats import Correlation, Interval, bootstrap, verdict
 from ..text.lexicon import Words
 from ..text.parser import parse_many
@@ -81,7 +82,7 @@ def kind_attributions(
     """Mean attribution of each caption's object, relation, attribute and composition tokens in the logit of image and caption (gradient: in the cosine): a row for each method and caption, with columns
     `item` (the caption's number), `method` and those four, NaN where the caption has none of the kind or the context cuts them off.
 
-    `images`: for each caption a path, PIL image, scene, or an item's image; each distinct one is encoded once. `methods`: of `compvl.attribution.towers.ATTRIBUTIONS`. `draws`, `words`, `seed`: of perturbation, as in
+    `images`: for each caption a path, PIL image, scene, or an item's image; each distinct one is encoded once. `methods`: of `compvl.attribution.tokens.ATTRIBUTIONS`. `draws`, `words`, `seed`: of perturbation, as in
     `replacements`; its means are over tokens that a replacement touched. `batch_size`: captions at a time. The model stays on its device and is left as found. Raises CompvlError for lists of
     unequal length, an image that cannot be read, and a model that is not supported (it says what is needed)."""
     methods, images, captions = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from ..attribution.towers import ATTRIBUTIONS
+from ..attribution.tokens import ATTRIBUTIONS
 from ..core import CompvlError, pick
 from .terms import TERMS
 
@@ -91,7 +91,7 @@ class TrainConfig:
     w_hn: float | None = None  # weight of the hard-negative loss
     w_hp: float | None = None  # weight of the analogy loss on hard positives
     w_itc: float = 1.0  # weight of the contrastive loss
-    attribution: str | None = None  # one of `compvl.attribution.towers.ATTRIBUTIONS`, for L_attr
+    attribution: str | None = None  # one of `compvl.attribution.tokens.ATTRIBUTIONS`, for L_attr
     w_attr: float | None = None  # weight of L_attr
     w_mil: float | None = None  # weight of the losses over bags of captions (data with `dense`)
     w_sds: float | None = None  # weight of L_SDS; where it has one, only LayerNorms are trained

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..attribution.towers import text_attribution
+from ..attribution.tokens import text_attribution
 from ..losses import count_rows
 from ..models.clip import Model
 from ..models.diffusion import Diffusion
