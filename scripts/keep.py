@@ -32,8 +32,8 @@ from compvl.core import notebook_number
 from compvl.paper.pieces import Pieces
 from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
-from compvl.paper.table_rows import HP_TABLE8
 from compvl.paper.runs import run_config
+from compvl.paper.table_rows import HP_TABLE8
 
 NOTEBOOKS = ROOT / "nbs/paper"
 TIMES = ("name", "status", "profile", "commit", "seconds", "peak_mb")

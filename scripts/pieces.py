@@ -21,9 +21,23 @@ def plan(profile):
     """(row, seed, {split of the microworld: benchmarks}), in order; None is the default split."""
     from compvl.benchmarks.loading import expand
     from compvl.paper.loading import CAE_BENCHMARKS, STANDARD, TRIPLET_BENCHMARKS
-    from compvl.paper.table_rows import BEYOND, CAE_TABLE1, CAE_TABLE2, CAE_TABLE3, CAE_TABLE4, CAE_TABLE5, HP_TABLE1, HP_TABLE10, HP_TABLE3, HP_TABLE8, TCL_TABLE2, TOGETHER, UNSEEN
     from compvl.paper.rows import rows
     from compvl.paper.runs import run_config, seeds_of
+    from compvl.paper.table_rows import (
+        BEYOND,
+        CAE_TABLE1,
+        CAE_TABLE2,
+        CAE_TABLE3,
+        CAE_TABLE4,
+        CAE_TABLE5,
+        HP_TABLE1,
+        HP_TABLE3,
+        HP_TABLE8,
+        HP_TABLE10,
+        TCL_TABLE2,
+        TOGETHER,
+        UNSEEN,
+    )
 
     asked = {}
     for tables, names, split in [

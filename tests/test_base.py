@@ -10,10 +10,10 @@ import pytest
 from compvl.benchmarks.loading import load_benchmark
 from compvl.core import data_dir
 from compvl.evaluate.engine import evaluate
-from compvl.paper.bases import base_config, base_record
-from compvl.paper.profiles import get_profile
 from compvl.models.clip import create_model
 from compvl.models.weights import read_weights
+from compvl.paper.bases import base_config, base_record
+from compvl.paper.profiles import get_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from compvl.core import CompvlError
 from compvl.paper.causal import (
     CONFIGS,
+    SCM,
+    SUPPORTS,
     CausalTowers,
     Figure,
     Pseudo,
-    SCM,
-    SUPPORTS,
     causal_config,
     equivalent_share,
     figure,
@@ -24,7 +25,6 @@ from compvl.paper.causal import (
     recovered,
     train_towers,
 )
-from compvl.core import CompvlError
 
 TINY = replace(CONFIGS["smoke"], n_values=7, steps=3, block_steps=3, n_test=128, batch=64)
 

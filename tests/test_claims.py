@@ -5,11 +5,11 @@ import re
 import pandas as pd
 import pytest
 
-from compvl.paper.evidence import Store, VERDICTS
+from compvl.app.reproduction import select_notebooks
+from compvl.core import data_dir, notebook_number
+from compvl.paper.evidence import VERDICTS, Store
 from compvl.paper.ledger import make_ledger
 from compvl.paper.statements import CLAIMS
-from compvl.core import data_dir, notebook_number
-from compvl.app.reproduction import select_notebooks
 
 PROFILES = [
     p for p in ("micro", "micro-full") if (data_dir() / "results" / p / "notebooks.json").exists()

@@ -1,6 +1,18 @@
 "Downloads that are cut, killed, changed, refused; archives that lie; what `compvl data` says of it all."
 
-import hashlib, io, json, os, shutil, signal, stat, subprocess, sys, tarfile, threading, time, zipfile
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -803,6 +815,7 @@ def test_status_tells_absent_incomplete_and_present_without_the_network(
 def compvl(monkeypatch):
     "Run a `compvl data` command in this process: (exit status, stdout, stderr)."
     from typer.testing import CliRunner
+
     from compvl.app.cli import app
 
     monkeypatch.delenv("COMPVL_DATA_ROOT", raising=False)

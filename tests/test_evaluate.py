@@ -1,19 +1,18 @@
 "The evaluation engine: what it encodes, what it keeps, and what it does with damage."
 
-import io, os, subprocess, sys
+import io
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np, pandas as pd, pytest, torch
+import numpy as np
+import pandas as pd
+import pytest
+import torch
 from PIL import Image
 
-from compvl.microworld import scenes as microworld
-from compvl.benchmarks.loading import load_benchmark
-from compvl.core import CompvlError
-from compvl.evaluate.embed import Embedder
-from compvl.evaluate.compare import compare
-from compvl.evaluate.engine import COLUMNS, evaluate, item_scores
-from compvl.evaluate.tasks import TASKS, task_of
 from compvl.benchmarks.items import (
     Benchmark,
     ClassificationItem,
@@ -23,9 +22,16 @@ from compvl.benchmarks.items import (
     TextPair,
     Triplet,
 )
-from compvl.images import ImageRef, StoredImage, open_image
+from compvl.benchmarks.loading import load_benchmark
 from compvl.benchmarks.replace_swap import read_released_replace
+from compvl.core import CompvlError
+from compvl.evaluate.compare import compare
+from compvl.evaluate.embed import Embedder
+from compvl.evaluate.engine import COLUMNS, evaluate, item_scores
+from compvl.evaluate.tasks import TASKS, task_of
+from compvl.images import ImageRef, StoredImage, open_image
 from compvl.metrics import triplet_metrics
+from compvl.microworld import scenes as microworld
 from compvl.models.clip import create_model
 
 REAL = Path(os.environ.get("COMPVL_REAL", Path(__file__).parents[2] / "shared/real"))

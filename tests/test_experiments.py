@@ -1,22 +1,29 @@
 """Experiments as processes meet them: results that were interrupted or damaged, released files, notebooks under papermill."""
 
-import dataclasses, json, os, shutil, subprocess, sys
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import pandas as pd, pytest, torch
+import pandas as pd
+import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from compvl.paper import profiles as experiments
-from compvl.models import zoo
 from compvl.core import CompvlError, notebooks_dir
-from compvl.paper.training import SHORT
-from compvl.paper.loading import TRIPLET_BENCHMARKS
+from compvl.models import zoo
+from compvl.models.clip import create_model
+from compvl.paper import profiles as experiments
 from compvl.paper.evaluation import results
+from compvl.paper.loading import TRIPLET_BENCHMARKS
 from compvl.paper.profiles import PROFILES, get_profile
 from compvl.paper.rows import ROWS, rows
 from compvl.paper.table_rows import HP_TABLE1, HP_TABLE8
-from compvl.models.clip import create_model
+from compvl.paper.training import SHORT
 from compvl.train.recipes import RECIPES
 
 STEPS = dict(

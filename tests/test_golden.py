@@ -19,8 +19,8 @@ from compvl.microworld.render import render
 from compvl.microworld.scenes import SPLITS, scenes
 from compvl.paper.profiles import PROFILES
 from compvl.paper.rows import ROWS
-from compvl.paper.table_rows import HP_TABLE8
 from compvl.paper.runs import run_config, seeds_of
+from compvl.paper.table_rows import HP_TABLE8
 from compvl.text import (
     NEGATIVES,
     POSITIVES,

@@ -1,17 +1,25 @@
 "Runs against a server with faults, runs that are killed and resumed, models of transformers made on the spot."
 
-import asyncio, json, os, signal, subprocess, sys, textwrap, threading, time
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from compvl.core import CompvlError
 from compvl.text.llm import (
+    REWRITES,
     AlignedLines,
     Answer,
     Client,
     OpenAIClient,
-    REWRITES,
     RewriteRequest,
     TransformersClient,
     Unanswered,
@@ -608,7 +616,8 @@ def bpe(folder, **special):
 
 
 def test_a_causal_model_with_a_chat_template(tmp_path):
-    import torch, transformers
+    import torch
+    import transformers
 
     torch.manual_seed(0)
     tok = bpe(tmp_path, eos_token="<eos>", pad_token="<pad>")
@@ -649,7 +658,8 @@ def test_a_causal_model_with_a_chat_template(tmp_path):
 
 
 def test_proposals_of_a_byte_level_model_are_whole_words(tmp_path):
-    import torch, transformers
+    import torch
+    import transformers
 
     torch.manual_seed(0)
     tok = bpe(tmp_path, mask_token="<mask>", pad_token="<pad>", bos_token="<s>", eos_token="</s>")

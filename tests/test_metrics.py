@@ -1,6 +1,9 @@
 "Figures against direct transcriptions of their definitions, and intervals against SciPy."
 
-import numpy as np, pytest, scipy.stats, torch
+import numpy as np
+import pytest
+import scipy.stats
+import torch
 
 from compvl.core import CompvlError
 from compvl.metrics import (

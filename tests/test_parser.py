@@ -1,9 +1,12 @@
 "The parser where a notebook cannot show it: a trained pipeline on disk, processes, real captions."
 
-import csv, json, os
+import csv
+import json
+import os
 from pathlib import Path
 
-import pytest, spacy
+import pytest
+import spacy
 from spacy.language import Language
 from spacy.tokens import Doc
 

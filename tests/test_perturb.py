@@ -1,9 +1,17 @@
 "Files of captions perturbed: killed and resumed, changed, malformed, large; by one process and by several."
 
-import csv, gzip, json, os, signal, subprocess, sys, time
+import csv
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
-import psutil, pytest
+import psutil
+import pytest
 
 from compvl.core import CompvlError, read_json, read_jsonl
 from compvl.data.aligned import read_aligned

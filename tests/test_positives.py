@@ -1,15 +1,18 @@
 "Hard positives by rule on real captions: what must hold of every one of them, and how many captions get one."
 
-import csv, json, os, re
+import csv
+import json
+import os
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from compvl.text.hard_positives import POSITIVES, hard_positive
 from compvl.text.operators import Refused
 from compvl.text.parser import parse
-from compvl.text.hard_positives import POSITIVES, hard_positive
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 

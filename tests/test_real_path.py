@@ -18,12 +18,12 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from compvl.benchmarks.items import Benchmark, RetrievalItem
 from compvl.core import CompvlError, write_json
 from compvl.data.captions import CocoCaptions
 from compvl.data.images import decode
 from compvl.evaluate.embed import Embedder
 from compvl.evaluate.engine import evaluate
-from compvl.benchmarks.items import Benchmark, RetrievalItem
 from compvl.models.clip import create_model
 from compvl.train.config import TrainConfig
 from compvl.train.loop import train

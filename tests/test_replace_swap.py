@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from compvl.benchmarks.loading import load_benchmark
-from compvl.core import CompvlError, write_json
 from compvl.benchmarks.items import Triplet
-from compvl.images import image_key, open_image
+from compvl.benchmarks.loading import load_benchmark
 from compvl.benchmarks.replace_swap import (
     agreement,
     audit,
@@ -26,6 +24,8 @@ from compvl.benchmarks.replace_swap import (
     read_vl_checklist,
     substitutions,
 )
+from compvl.core import CompvlError, write_json
+from compvl.images import image_key, open_image
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 COUNTS = {"relations": 16_868, "attributes": 10_575}

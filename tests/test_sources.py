@@ -1,16 +1,23 @@
 "What the notebook of `compvl.benchmarks.composition` cannot show: real released files and their published counts, other people's code as the reference, packed data sets, damaged files."
 
-import json, os, pickle, random, re, sys, types
+import json
+import os
+import pickle
+import random
+import re
+import sys
+import types
 from collections import Counter
 from pathlib import Path
 
-import numpy as np, pytest
+import numpy as np
+import pytest
 
 from compvl.benchmarks import composition as sources
-from compvl.core import CompvlError, write_json
-from compvl.downloads import DATASETS, status
 from compvl.benchmarks.items import Pair
 from compvl.benchmarks.registry import REGISTRY, Request, locate
+from compvl.core import CompvlError, write_json
+from compvl.downloads import DATASETS, status
 from compvl.images import image_key, open_image
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
