@@ -8,23 +8,18 @@ __all__ = []
 # %% ../../nbs/lib/microworld/00_microworld.ipynb #micr0003
 import lazy_loader
 
-# %% ../../nbs/lib/microworld/00_microworld.ipynb #micr0004
+# %% ../../nbs/lib/microworld/00_microworld.ipynb #d92164ac
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "vocabulary": ["ATTRIBUTES", "Lexicon", "lexicon"],
-        "scenes": ["Obj", "SPLITS", "Scene", "relation_truth"],
+        "vocabulary": ["ATTRIBUTES", "Lexicon", "lexicon", "microworld_words"],
+        "splits": ["SPLITS"],
+        "scenes": ["Obj", "Scene", "relation_truth"],
         "render": ["sheet"],
         "captions": ["Adj", "Caption", "NP", "caption"],
         "oracle": ["parse_caption", "readable", "truth"],
         "perturbations": ["oracle_negative", "oracle_positive", "paraphrase"],
-        "datasets": [
-            "FinetuneSet",
-            "PretrainSet",
-            "classification_set",
-            "microworld_words",
-            "retrieval_set",
-            "triplets",
-        ],
+        "evaluation_sets": ["classification_set", "retrieval_set", "triplets"],
+        "datasets": ["FinetuneSet", "PretrainSet"],
     },
 )
