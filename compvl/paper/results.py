@@ -65,7 +65,7 @@ def _resample_seeds(correlations: list[Correlation], n_boot: int) -> tuple[float
 def _mean_of_parts(parts: list[np.ndarray], weights: list[float]) -> float:
     return float(sum(weight * part.mean() for weight, part in zip(weights, parts, strict=True)))
 
-# %% ../../nbs/lib/paper/08_results.ipynb #ffad70b4
+# %% ../../nbs/lib/paper/08_results.ipynb #523c3840
 @dataclass
 class Results:
     """Figures of rows on benchmarks."""
@@ -179,7 +179,8 @@ class Results:
         """A row of the summary, from a figure's rows of all seeds."""
         method, benchmark, group, metric = at
         first = figures.iloc[0]
-        lo, hi = first.lo, first.hi
+        lo = first.lo
+        hi = first.hi
         if len(figures) > 1 and figures.lo.notna().all():
             _, boot = self._resampled((method, benchmark, group, metric), self.profile.n_boot)
             lo, hi = np.quantile(boot, [0.025, 0.975])
