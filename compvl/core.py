@@ -5,10 +5,6 @@
 # %% ../nbs/lib/01_core.ipynb #a1949f98
 from __future__ import annotations
 
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-from typing import Iterator
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -22,6 +18,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator
 
 # %% auto #0
 __all__ = ['CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir', 'cache_dir',

@@ -5,21 +5,6 @@
 # %% ../nbs/lib/06_downloads.ipynb #2ba06748
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
-from datetime import timezone
-from filelock import FileLock
-from filelock import Timeout
-from pathlib import Path
-from pathlib import PurePosixPath
-from tqdm import tqdm
-from typing import Callable
-from typing import Iterable
-from typing import Iterator
-from typing import NamedTuple
-from urllib.parse import unquote
-from urllib.parse import urlsplit
 import email.utils
 import errno
 import hashlib
@@ -27,7 +12,6 @@ import http.client
 import json
 import lzma
 import os
-import pandas as pd
 import re
 import shlex
 import shutil
@@ -41,7 +25,17 @@ import urllib.error
 import urllib.request
 import zipfile
 import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path, PurePosixPath
+from typing import Callable, Iterable, Iterator, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import pandas as pd
 from .core import CompvlError, pick, write_json
+from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 # %% auto #0
 __all__ = ['DATASET_KINDS', 'DATASETS', 'File', 'Dataset', 'dataset', 'human', 'download', 'DamagedArchive', 'unpack', 'extent',

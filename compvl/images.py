@@ -5,13 +5,12 @@
 # %% ../nbs/lib/05_images.ipynb #f4b34554
 from __future__ import annotations
 
-from PIL import Image
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from typing import Callable
+from typing import Any, Callable
+
 from .core import CompvlError
+from PIL import Image
 
 # %% auto #0
 __all__ = ['ImageRef', 'StoredImage', 'image_path', 'image_key', 'open_image']

@@ -7,8 +7,8 @@ __all__ = ['CHANCE', 'triplet_outcomes', 'triplet_metrics', 'pair_outcomes', 'sq
            'classification_ranks', 'figures']
 
 # %% ../nbs/lib/03_metrics.ipynb #3fb01de8
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pandas as pd
 import torch

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 from .core import CompvlError, pick

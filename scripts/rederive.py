@@ -19,9 +19,8 @@ import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import pandas as pd
-from readme import ROOT, run_cell
-
 from compvl.core import notebook_number, read_csv
+from readme import ROOT, run_cell
 
 ITEMS = """row_models learning_curves examples turned load load_benchmarks load_benchmark kind_attributions attribution_gap supervision captioned_scenes truth_rates operator_shares worst
  sheet scenes train train_towers identifiability ship_base ship_matcher train_matcher save_figure text_similarities case_study load_train_data choose_weight""".split()  # what needs models, items or pictures
@@ -243,7 +242,6 @@ def from_kept(data: dict, source: str, kept: Kept) -> str | None:
 
 def notebook(path: Path, root: Path = ROOT) -> tuple[list[str], int, int]:
     """(problems, cells that were made again, cells with tables or texts that could not be)."""
-    import IPython.display
 
     from compvl.paper import profiles as experiments
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from compvl.benchmarks.loading import load_benchmark
 from compvl.benchmarks.synthetic import kept_out
 from compvl.core import CompvlError

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-
 from compvl.core import CompvlError
 from compvl.paper.causal import (
     CONFIGS,

@@ -6,8 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
-from compvl import core
 from compvl.core import (
     CompvlError,
     atomic_write,
@@ -18,6 +16,8 @@ from compvl.core import (
     read_json,
     write_json,
 )
+
+from compvl import core
 
 
 def _write_many(path, value):

@@ -18,9 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from filelock import FileLock
-
-from compvl import downloads
 from compvl.core import CompvlError
 from compvl.downloads import (
     DATASETS,
@@ -35,6 +32,9 @@ from compvl.downloads import (
     status,
     unpack,
 )
+from filelock import FileLock
+
+from compvl import downloads
 
 BODY = bytes(i * i % 251 for i in range(400_000))
 SHA = hashlib.sha256(BODY).hexdigest()
@@ -814,9 +814,8 @@ def test_status_tells_absent_incomplete_and_present_without_the_network(
 @pytest.fixture
 def compvl(monkeypatch):
     "Run a `compvl data` command in this process: (exit status, stdout, stderr)."
-    from typer.testing import CliRunner
-
     from compvl.app.cli import app
+    from typer.testing import CliRunner
 
     monkeypatch.delenv("COMPVL_DATA_ROOT", raising=False)
     monkeypatch.setenv("COLUMNS", "200")

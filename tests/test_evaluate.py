@@ -11,8 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
-
 from compvl.benchmarks.items import (
     Benchmark,
     ClassificationItem,
@@ -31,8 +29,10 @@ from compvl.evaluate.engine import COLUMNS, evaluate, item_scores
 from compvl.evaluate.tasks import TASKS, task_of
 from compvl.images import ImageRef, StoredImage, open_image
 from compvl.metrics import triplet_metrics
-from compvl.microworld import scenes as microworld
 from compvl.models.clip import create_model
+from PIL import Image
+
+from compvl.microworld import scenes as microworld
 
 REAL = Path(os.environ.get("COMPVL_REAL", Path(__file__).parents[2] / "shared/real"))
 

@@ -11,13 +11,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file
-
 from compvl.core import CompvlError, notebooks_dir
-from compvl.models import zoo
 from compvl.models.clip import create_model
-from compvl.paper import profiles as experiments
 from compvl.paper.evaluation import results
 from compvl.paper.loading import TRIPLET_BENCHMARKS
 from compvl.paper.profiles import PROFILES, get_profile
@@ -25,6 +20,11 @@ from compvl.paper.rows import ROWS, rows
 from compvl.paper.table_rows import HP_TABLE1, HP_TABLE8
 from compvl.paper.training import SHORT
 from compvl.train.recipes import RECIPES
+from PIL import Image
+from safetensors.torch import load_file
+
+from compvl.models import zoo
+from compvl.paper import profiles as experiments
 
 STEPS = dict(
     n_train=16,

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from compvl.benchmarks import list_benchmarks, load_benchmark, load_benchmarks
 from compvl.core import CompvlError
-from compvl.microworld import FinetuneSet, PretrainSet
 from compvl.microworld.render import render
-from compvl.microworld.scenes import SPLITS, scenes
+from compvl.microworld.scenes import scenes
+from compvl.microworld.splits import SPLITS
 from compvl.paper.profiles import PROFILES
 from compvl.paper.rows import ROWS
 from compvl.paper.runs import run_config, seeds_of
 from compvl.paper.table_rows import HP_TABLE8
+from compvl.train.matcher import matcher_name
+
+from compvl.benchmarks import list_benchmarks, load_benchmark, load_benchmarks
+from compvl.microworld import FinetuneSet, PretrainSet
 from compvl.text import (
     NEGATIVES,
     POSITIVES,
@@ -32,7 +34,6 @@ from compvl.text import (
     parse,
 )
 from compvl.train import TrainConfig, run_name
-from compvl.train.matcher import matcher_name
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CAPTIONS = [

@@ -12,7 +12,6 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-
 from compvl.core import CompvlError
 from compvl.text.llm import (
     REWRITES,

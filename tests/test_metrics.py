@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-
 from compvl.core import CompvlError
 from compvl.metrics import (
     CHANCE,

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from compvl.core import CompvlError
 from compvl.models.clip import create_model
 from compvl.train.config import TrainConfig

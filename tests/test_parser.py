@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import spacy
-from spacy.language import Language
-from spacy.tokens import Doc
-
 from compvl.core import CompvlError
 from compvl.text.parser import parse, parse_many, pipeline
+from spacy.language import Language
+from spacy.tokens import Doc
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 CAPTIONS = [

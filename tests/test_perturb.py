@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from compvl.core import CompvlError, read_json, read_jsonl
 from compvl.data.aligned import read_aligned
 from compvl.text.pipeline import CHUNK, Captions, perturb_file

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
 from compvl.text.hard_positives import POSITIVES, hard_positive
 from compvl.text.operators import Refused
 from compvl.text.parser import parse

@@ -15,9 +15,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import save_file
-
 from compvl.benchmarks.items import Benchmark, RetrievalItem
 from compvl.core import CompvlError, write_json
 from compvl.data.captions import CocoCaptions
@@ -27,6 +24,8 @@ from compvl.evaluate.engine import evaluate
 from compvl.models.clip import create_model
 from compvl.train.config import TrainConfig
 from compvl.train.loop import train
+from PIL import Image
+from safetensors.torch import save_file
 
 REAL = (
     Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared" / "real")

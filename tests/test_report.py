@@ -11,9 +11,8 @@ from html.parser import HTMLParser
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-
 from compvl.app.reproduction import reproduce
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 FIGURE = """
 import matplotlib; matplotlib.use("agg")

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from compvl.benchmarks import composition as sources
 from compvl.benchmarks.items import Pair
 from compvl.benchmarks.registry import REGISTRY, Request, locate
 from compvl.core import CompvlError, write_json
 from compvl.downloads import DATASETS, status
 from compvl.images import image_key, open_image
+
+from compvl.benchmarks import composition as sources
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from compvl.core import CompvlError
 from compvl.data.loading import load_train_data
 from compvl.models.clip import create_model

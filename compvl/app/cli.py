@@ -5,13 +5,13 @@
 # %% ../../nbs/lib/app/04_cli.ipynb #93038465
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-from typing import Optional
 import json
 import os
 import re
 import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
 import typer
 from ..core import CompvlError, atomic_write, pick, read_json, write_json
 
@@ -118,8 +118,8 @@ def _side_by_side(df, differences):
 # %% ../../nbs/lib/app/04_cli.ipynb #8c18f7ee
 def _open(name, pretrained, root, device, activation):
     "The model of this name: the shipped base where micro-clip's weights are not named, random ones only where they are asked for."
-    from compvl.models.scorers import open_scorer
     from compvl.models.releases import ZOO
+    from compvl.models.scorers import open_scorer
 
     if name.lower() not in ZOO and not pretrained:
         if name != "micro-clip":
@@ -317,8 +317,8 @@ def models(
     ] = False,
 ):
     "List the released models that have a name here: architecture, weights, activation, and how to get those that are absent."
-    from compvl.models.zoo import zoo_table
     from compvl.models.releases import ZOO
+    from compvl.models.zoo import zoo_table
 
     df = zoo_table(data_root)
     if names:
@@ -456,6 +456,7 @@ def train(
     "Finetune a model; an interrupted run is resumed, a finished one returned. Run it under `accelerate launch` for several processes."
     base = read_json(config) if config else {}
     from dataclasses import fields as fields_of
+
     from compvl.train.config import TrainConfig
     from compvl.train.loop import train as run_training
     from compvl.train.recipes import recipe as by_recipe
@@ -623,8 +624,9 @@ def perturb(
 ):
     "Make hard negatives or hard positives of the captions of a file: streaming, in parallel, and resumable. Exit status 130 after Ctrl-C."
     from dataclasses import asdict
-    from rich.console import Console
+
     from compvl.text.pipeline import LM_METHODS, perturb_file
+    from rich.console import Console
 
     options = {
         k: v
@@ -688,6 +690,7 @@ def bench(
 ):
     "Measure a part of the package against the plain way to do it. Exit status 1 where the mark asked for is missed."
     import inspect
+
     from compvl.app.speed import BENCHES, run_bench
 
     names = [pick(name, BENCHES, "benchmark program")] if name else list(BENCHES)
@@ -721,6 +724,7 @@ def _data_root(root: Optional[Path]) -> Path:
 def _data_sets(names: Optional[list[str]]) -> dict[str, list[str]]:
     "Data sets by each of `names` (of a data set, a benchmark or a group); where there are no names, all of them under `''`."
     import difflib
+
     from compvl.benchmarks.loading import expand
     from compvl.benchmarks.registry import GROUPS, REGISTRY
     from compvl.downloads import DATASETS
@@ -761,6 +765,7 @@ def data_status(
 ):
     "Say what is present, incomplete or absent under the data root, and how to get it. Nothing is downloaded."
     import shlex
+
     import pandas as pd
     from compvl.downloads import human, status
 
@@ -918,6 +923,7 @@ def data_cache(
 ):
     "Show what the cache holds and how large it is, or empty it."
     import shutil
+
     import pandas as pd
     from compvl.core import cache_dir
     from compvl.downloads import extent, human

@@ -6,11 +6,12 @@
 __all__ = ['notebook_html', 'clock', 'write_report']
 
 # %% ../../nbs/lib/app/01_report.ipynb #3b949537
-from collections.abc import Iterable
-from pathlib import Path
 import base64
 import html
 import re
+from collections.abc import Iterable
+from pathlib import Path
+
 from ..core import atomic_write, require
 
 # %% ../../nbs/lib/app/01_report.ipynb #f468887c

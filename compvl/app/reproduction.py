@@ -5,14 +5,6 @@
 # %% ../../nbs/lib/app/02_reproduction.ipynb #b9dfdf60
 from __future__ import annotations
 
-from contextlib import contextmanager
-from contextlib import suppress
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
-from fnmatch import fnmatchcase
-from pathlib import Path
-import compvl.core
 import hashlib
 import html
 import importlib.metadata
@@ -25,6 +17,12 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import compvl.core
 from .report import clock, write_report
 from compvl.core import (
     CompvlError,
@@ -618,9 +616,9 @@ def reproduce(
     still writes the pages; their status is `interrupted`, as is that of those that still waited.
 
     Raises `CompvlError` for an unknown profile or notebook, a missing `data_root`, less than one job, or papermill not being installed."""
-    from rich.console import Console
-    from compvl.paper.training import SHORT
     from compvl.paper.profiles import get_profile
+    from compvl.paper.training import SHORT
+    from rich.console import Console
 
     if data_root is not None:
         data_root = Path(data_root).expanduser().absolute()

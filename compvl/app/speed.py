@@ -9,27 +9,9 @@ __all__ = ['BENCHES', 'ITEMS_PER_IMAGE', 'COCO_WORDS', 'PEAK_TFLOPS', 'bench', '
            'loader', 'attribution_step']
 
 # %% ../../nbs/lib/app/03_speed.ipynb #1cc7d23f
-from PIL import Image
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from collections.abc import Callable
-from collections.abc import Iterator
-from copy import deepcopy
-from dataclasses import replace
-from itertools import islice
-from open_clip import ClipLoss
-from open_clip import image_transform
-from pathlib import Path
-from rich.console import Console
-from rich.table import Table
-from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
-from types import SimpleNamespace
 import inspect
 import json
 import math
-import numpy as np
-import psutil
 import random
 import shutil
 import subprocess
@@ -37,7 +19,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from ..benchmarks.items import Benchmark, Triplet
 from ..benchmarks.loading import load_benchmark, load_benchmarks
 from ..core import CompvlError, environment, pick, read_jsonl, write_json
@@ -46,7 +39,6 @@ from ..data.loading import load_train_data
 from ..evaluate.embed import Embedder, inference
 from ..evaluate.engine import evaluate, item_scores
 from ..images import open_image
-from ..train.terms import total_loss
 from ..microworld.scenes import scenes
 from ..microworld.vocabulary import lexicon
 from ..models.clip import Model, create_model
@@ -60,6 +52,13 @@ from ..train.batches import Collate
 from ..train.config import TrainConfig
 from ..train.optimizer import make_optimizer
 from ..train.step import Towers, backward_loss, batch_loss
+from ..train.terms import total_loss
+from open_clip import ClipLoss, image_transform
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
 
 # %% ../../nbs/lib/app/03_speed.ipynb #1d798354
 BENCHES: dict[str, Callable] = {}

@@ -11,8 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
 from .attention import as_found, image_features, unit
 from ..models.towers import encode_text
 from ..text.lexicon import Words, plural
@@ -20,6 +18,7 @@ from ..text.lexicon import words as shipped_words
 from ..text.operators import Edit, known_part, write
 from ..text.parser import Parse, parse_many
 from ..text.tokens import token_masks
+from torch import Tensor
 
 # %% auto #0
 __all__ = ['Replacement', 'replacements', 'Perturbation', 'tokenize_replacements', 'perturbed_tokens', 'perturbation_scores',

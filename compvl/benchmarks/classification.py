@@ -5,20 +5,19 @@
 # %% ../../nbs/lib/benchmarks/10_classification.ipynb #837797f9
 from __future__ import annotations
 
-from PIL import Image
-from functools import lru_cache
-from functools import partial
-from pathlib import Path
-from typing import Any
-from typing import NamedTuple
 import os
 import re
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
 from .items import ClassificationItem
 from .photographs import photographs
 from .registry import Loaded, Request, register
 from ..core import CompvlError, data_dir, read_json
 from ..downloads import Dataset, File, dataset
 from ..images import StoredImage
+from PIL import Image
 
 # %% auto #0
 __all__ = ['read_class_folders', 'classification_prompts']

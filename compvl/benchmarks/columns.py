@@ -5,10 +5,10 @@
 # %% ../../nbs/lib/benchmarks/04_columns.ipynb #30f35a6a
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Iterable
-from typing import Iterator
 import csv
+from pathlib import Path
+from typing import Iterable, Iterator
+
 from ..core import CompvlError, read_json
 
 # %% auto #0

@@ -5,14 +5,15 @@
 # %% ../../nbs/lib/benchmarks/07_composition.ipynb #974d9ee7
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
-import ast
+
 from .columns import bad_line, csv_rows, keyed_entries
 from .files import damaged, entry_field, read_list
 from .items import ImageChoice, Pair, Square, Triplet
-from .photographs import RAW_GITHUB, COCO, COCO_LICENCE, photographs
+from .photographs import COCO, COCO_LICENCE, RAW_GITHUB, photographs
 from .registry import Loaded, Request, register
 from .replace_swap import VG_PLACES, read_vl_checklist
 from ..core import CompvlError, data_dir, read_jsonl

@@ -5,8 +5,9 @@
 # %% ../../nbs/lib/benchmarks/03_files.ipynb #e437fd2b
 from __future__ import annotations
 
-from typing import Any
 import math
+from typing import Any
+
 from ..core import CompvlError, read_json
 
 # %% auto #0

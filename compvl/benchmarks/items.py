@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
-from typing import Callable
+from typing import Any, Callable
+
 from ..images import image_path
 
 # %% auto #0

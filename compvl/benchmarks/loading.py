@@ -5,21 +5,13 @@
 # %% ../../nbs/lib/benchmarks/13_loading.ipynb #90a28829
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Iterable
+
 import pandas as pd
-import random
-from compvl.benchmarks import (  # noqa: F401: they register their benchmarks
-    classification,
-    composition,
-    order,
-    replace_swap,
-    retrieval,
-    similarity,
-    synthetic,
-)
-from .items import Benchmark, FIDELITIES
-from .registry import Entry, GROUPS, REGISTRY, Request, group, locate
+from .items import FIDELITIES, Benchmark
+from .registry import GROUPS, REGISTRY, Entry, Request, group, locate
 from ..core import CompvlError, pick
 
 # %% auto #0

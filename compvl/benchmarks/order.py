@@ -5,12 +5,12 @@
 # %% ../../nbs/lib/benchmarks/08_order.ipynb #27fe6e8b
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Callable
-from typing import Iterable
-import numpy as np
 import random
 import re
+from pathlib import Path
+from typing import Callable, Iterable
+
+import numpy as np
 from .composition import ARO
 from .files import damaged, entry_field
 from .items import CaptionChoice

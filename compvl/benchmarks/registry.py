@@ -5,13 +5,10 @@
 # %% ../../nbs/lib/benchmarks/02_registry.ipynb #12b422eb
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable
-from typing import Iterable
-from typing import Mapping
-from typing import NamedTuple
+from typing import Callable, Iterable, Mapping, NamedTuple
+
 from .items import with_images
 from ..core import CompvlError, pick
 from ..images import ImageRef, image_path

@@ -5,15 +5,15 @@
 # %% ../../nbs/lib/benchmarks/06_replace_swap.ipynb #49e42d9a
 from __future__ import annotations
 
-from collections import Counter
-from collections import defaultdict
+import csv
+import re
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Iterable
-import csv
+
 import pandas as pd
-import re
 from .files import damaged, entry_field, read_list
 from .items import FIDELITIES, Triplet
 from .registry import Loaded, Request, register

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from .photographs import STANFORD
+
 from .columns import keyed_entries
 from .files import damaged, entry_field, read_list
 from .items import RetrievalItem
 from .order import nltk_words, read_order, spacy_tagger
+from .photographs import STANFORD
 from .registry import Loaded, Request, register
 from ..core import CompvlError
 from ..downloads import Dataset, File, dataset

@@ -5,8 +5,9 @@
 # %% ../../nbs/lib/benchmarks/11_similarity.ipynb #34bb7d49
 from __future__ import annotations
 
-from pathlib import Path
 import math
+from pathlib import Path
+
 from .columns import bad_line, columns_of, tabbed_rows
 from .items import TextPair
 from .registry import Loaded, Request, register

@@ -5,19 +5,14 @@
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #24b8ad3d
 from __future__ import annotations
 
-from collections import Counter
-from collections import deque
+import itertools
+import random
+from collections import Counter, deque
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
-from typing import Callable
-from typing import Iterable
-from typing import Iterator
-from typing import Mapping
-from typing import Sequence
-import itertools
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+
 import numpy as np
-import random
 from compvl.benchmarks.items import (
     CaptionChoice,
     ClassificationItem,
@@ -32,16 +27,16 @@ from .order import shuffle_captions
 from .registry import Loaded, Request, counterpart
 from ..core import CompvlError
 from compvl.microworld.captions import (
-    Adj,
-    Caption,
     FRAMES,
     NP,
+    Adj,
+    Caption,
     caption,
     clear_relations,
     noun_phrase,
     places_of,
 )
-from compvl.microworld.datasets import (
+from compvl.microworld.evaluation_sets import (
     TRIPLETS,
     classification_set,
     draw_triplet,
@@ -50,46 +45,20 @@ from compvl.microworld.datasets import (
 )
 from ..microworld.oracle import parse_caption, truth
 from ..microworld.perturbations import oracle_negative, oracle_positive, paraphrase
+from ..microworld.sampling import SHARES_WITHOUT_VALUE, ZIPF_EXPONENTS, zipf_shares
 from compvl.microworld.scenes import (
     Obj,
-    PLAIN,
-    SPLITS,
     Scene,
-    ZIPF_COLOR,
-    ZIPF_OBJECT,
-    mark,
+    content_codes,
     relation_truth,
     scenes,
-    zipf,
+    split_of,  # noqa: F401: others import it from here
 )
-from ..microworld.vocabulary import ATTRIBUTES, REL, lexicon
+from ..microworld.splits import are_kept_out, splits_of_codes
+from ..microworld.vocabulary import ATTRIBUTES, RELATIONS, lexicon
 
 # %% auto #0
-__all__ = ['split_of', 'kept_out', 'facts', 'similarity']
-
-# %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #71c482f7
-def _codes(scenes: Sequence[Scene]) -> tuple[np.ndarray, np.ndarray]:
-    "Contents as an array: [N, M, 6] (noun, colour, size, pattern, state, action; -1 where a scene has fewer than M objects), and the relations [N]."
-    counts = np.array([len(s.objects) for s in scenes])
-    codes = np.full((len(scenes), counts.max(), 6), -1)
-    codes[np.arange(counts.max()) < counts[:, None]] = [o[:6] for s in scenes for o in s.objects]
-    return codes, np.array([s.relation for s in scenes])
-
-# %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #6ceb555b
-def _lots(codes: np.ndarray, relation: np.ndarray) -> np.ndarray:
-    "Split of each content, as `microworld._sample` draws it."
-    if codes.shape[1] < 2:
-        codes = np.concatenate([codes, np.full_like(codes, -1)], 1)
-    content, heldout = mark(codes.clip(0), codes[..., 0] >= 0, relation)
-    names = np.array(list(SPLITS))[
-        np.searchsorted([hi for _, hi in SPLITS.values()], content % np.uint64(100), side="right")
-    ]
-    return np.where(heldout, "heldout", names)
-
-# %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #da1157a7
-def split_of(scenes: Sequence[Scene]) -> np.ndarray:
-    "The split that each scene's content belongs to, as an array of names: one of `microworld.SPLITS`, or `heldout` where it holds a combination that is kept out."
-    return _lots(*_codes(scenes)) if len(scenes) else np.array([], str)
+__all__ = ['kept_out', 'facts', 'similarity']
 
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #ab95f07b
 _BLOCK, _POOL, _SINGLES, _FLICKR = (
@@ -262,7 +231,7 @@ def _flickr_retrieval(r):
 
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #928aef13
 _CONVERSE = {
-    REL[a]: REL[b]
+    RELATIONS[a]: RELATIONS[b]
     for x, y in (("left", "right"), ("above", "below"), ("behind", "in front of"), ("near", "near"))
     for a, b in ((x, y), (y, x))
 }
@@ -348,7 +317,7 @@ def _exchanged(c: Caption) -> Caption:
 
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #e4768bc6
 _PASSIVE = {
-    REL[k]: v
+    RELATIONS[k]: v
     for k, v in {
         "holding": "held by",
         "pulling": "pulled by",
@@ -416,7 +385,7 @@ def _hard_positive_kinds(r):
 
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #df4d7860
 _PLACED = {
-    REL[k] for k in ("left", "right", "above", "below", "near", "behind", "in front of")
+    RELATIONS[k] for k in ("left", "right", "above", "below", "near", "behind", "in front of")
 }  # follow from where things stand, or are told from both ends: never new by themselves
 
 
@@ -431,18 +400,18 @@ def kept_out(text: str) -> bool:
         if a.family == "color"
     ]
     out = bool(pairs) and bool(
-        mark(np.array(pairs), np.array([[True, False]] * len(pairs)), np.full(len(pairs), -1))[
-            1
-        ].any()
+        are_kept_out(
+            np.array(pairs), np.array([[True, False]] * len(pairs)), np.full(len(pairs), -1)
+        ).any()
     )
     if out or c.relation < 0 or c.relation in _PLACED:
         return out
     return bool(
-        mark(
+        are_kept_out(
             np.array([[[n.object] + [0] * 5 for n in c.nps[:2]]]),
             np.zeros((1, 2), bool),
             np.array([c.relation]),
-        )[1][0]
+        )[0]
     )
 
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #c5fcc027
@@ -499,7 +468,9 @@ def _if_false(scene: Scene, c: Caption, foil: Caption) -> tuple[Scene, str, str]
     return (scene, c.text, foil.text) if truth(scene, foil.text) is False else None
 
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #840c98ca
-_LINKS = {_word("relation", r): r for r in range(len(REL))}  # each relation by its commonest word
+_LINKS = {
+    _word("relation", r): r for r in range(len(RELATIONS))
+}  # each relation by its commonest word
 
 
 @counterpart("aro-relation", task="pair")
@@ -516,7 +487,7 @@ def _aro_relation(r):
         c = Caption((_np(s, i), _np(s, j)), rel, f"is {link}")
         return _if_false(s, c, _exchanged(c))
 
-    return _fill(r, Pair, [k for k in _LINKS if _LINKS[k] != REL["near"]], make, _stream(r))
+    return _fill(r, Pair, [k for k in _LINKS if _LINKS[k] != RELATIONS["near"]], make, _stream(r))
 
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #d494394e
 @counterpart("aro-attribution", task="pair")
@@ -675,12 +646,14 @@ def _crowd_block(split, seed, b, n=8192, most=6, others=2) -> list[tuple[Scene, 
     )
 
     def drawn(f, values):
-        return np.where(rng.random(size) < PLAIN[f], 0, rng.integers(1, values + 1, size))
+        return np.where(
+            rng.random(size) < SHARES_WITHOUT_VALUE[f], 0, rng.integers(1, values + 1, size)
+        )
 
     codes = np.stack(
         [
-            rng.choice(len(L.values[f]), size, p=zipf(len(L.values[f]), s))
-            for f, s in (("object", ZIPF_OBJECT), ("color", ZIPF_COLOR))
+            rng.choice(len(L.values[f]), size, p=zipf_shares(len(L.values[f]), s))
+            for f, s in (("object", ZIPF_EXPONENTS["object"]), ("color", ZIPF_EXPONENTS["color"]))
         ]
         + [drawn("size", 1)]
         + [drawn(f, len(L.values[f])) for f in ("pattern", "state", "action")],
@@ -694,7 +667,8 @@ def _crowd_block(split, seed, b, n=8192, most=6, others=2) -> list[tuple[Scene, 
         (v * 0.3 + 0.2 + rng.uniform(-0.03, 0.03, size)).round(3) for v in (cells % 3, cells // 3)
     )
     keep, grey = (
-        (_lots(codes, np.full(n, -1)) == split) & (codes[:, most:, 0] != noun[:, None]).all(1),
+        (splits_of_codes(codes, np.full(n, -1)) == split)
+        & (codes[:, most:, 0] != noun[:, None]).all(1),
         rng.integers(200, 245, n),
     )
     rows = zip(*(v[keep].tolist() for v in (codes, x, y, grey, noun, k)))
@@ -832,7 +806,7 @@ def _foil_it(r):
     return _replaced(r, "replace-object")
 
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #2d9bfb7b
-_ACTIONS = [r for r in range(len(REL)) if lexicon().group[r] == "action"]
+_ACTIONS = [r for r in range(len(RELATIONS)) if lexicon().group[r] == "action"]
 
 
 def _action(scene: Scene, families: Iterable[str] = ()) -> Caption:
@@ -916,12 +890,12 @@ def _edited_pairs(r: Request) -> Iterator[tuple[str, Scene, Scene]]:
     rng, nouns = random.Random(f"edits-{r.split}-{r.seed}"), len(lexicon().values["object"])
     for b in itertools.count():
         acts = [s for s in _block(r, b) if s.relation in _ACTIONS]
-        codes, rel = _codes(acts)
+        codes, rel = content_codes(acts)
 
         def fits(values, put):
             c, v = np.repeat(codes, len(values), 0), np.repeat(rel, len(values))
             put(c, v, np.tile(values, len(acts)))
-            return (_lots(c, v) == r.split).reshape(len(acts), len(values))
+            return (splits_of_codes(c, v) == r.split).reshape(len(acts), len(values))
 
         noun = [
             fits(range(nouns), lambda c, v, new, k=k: np.copyto(c[:, k, 0], new)) for k in (0, 1)
@@ -945,7 +919,11 @@ def _edited_pairs(r: Request) -> Iterator[tuple[str, Scene, Scene]]:
                         ),
                     )
             for v, ok in zip(_ACTIONS, verb[i]):
-                if ok and v != s.relation and not (v == REL["watching"] and s.objects[0].action):
+                if (
+                    ok
+                    and v != s.relation
+                    and not (v == RELATIONS["watching"] and s.objects[0].action)
+                ):
                     yield from (
                         ("verb", *pair)
                         for pair in itertools.permutations((s, replace(s, relation=v)))
@@ -1040,7 +1018,7 @@ def _square_block(split, seed, b) -> list[tuple]:
             [f for f in content[1:] if x.value(f) >= 0 and x.value(f) != y.value(f)],
         )
         if x.object != y.object:
-            if s.relation < 0 and clear and clear[0] != REL["near"]:
+            if s.relation < 0 and clear and clear[0] != RELATIONS["near"]:
                 found.append((("Object", "place"), n, i, j, clear[0], None, ("x", "y")))
             for f in rng.sample(differ, min(2, len(differ))):
                 if y.value(f) >= 0:
@@ -1055,14 +1033,14 @@ def _square_block(split, seed, b) -> list[tuple]:
                 for f in content[1:]
                 if x.value(f) >= 0 and x.value(f) != y.value(f)
             ]
-    (codes, relation), k = _codes(block), np.arange(len(found))
+    (codes, relation), k = content_codes(block), np.arange(len(found))
     n, i, j = np.array([f[1:4] for f in found]).T
     traded, c = np.array([[f in fields for f in Obj._fields[:6]] for *_, fields in found]), codes[n]
     t = c.copy()
     t[k, i] = np.where(traded, c[k, j], c[k, i])
     t[k, j] = np.where(traded, c[k, i], c[k, j])
-    blind = (relation[n] == REL["watching"]) & (t[:, 0, 5] > 0)  # its eyes are taken
-    fits = (_lots(t, relation[n]) == split) & ~blind
+    blind = (relation[n] == RELATIONS["watching"]) & (t[:, 0, 5] > 0)  # its eyes are taken
+    fits = (splits_of_codes(t, relation[n]) == split) & ~blind
     return [
         (kind, block[n], _trade(block[n], i, j, fields), i, j, rel, f)
         for (kind, n, i, j, rel, f, fields), fit in zip(found, fits)
@@ -1197,8 +1175,8 @@ def _cifar10(r):
 def _common_pairs(n=100) -> list[tuple[int, int]]:
     "The n commonest pairs (noun, colour) that are not held out."
     p = np.outer(
-        zipf(len(lexicon().values["object"]), ZIPF_OBJECT),
-        zipf(len(lexicon().values["color"]), ZIPF_COLOR),
+        zipf_shares(len(lexicon().values["object"]), ZIPF_EXPONENTS["object"]),
+        zipf_shares(len(lexicon().values["color"]), ZIPF_EXPONENTS["color"]),
     )
     pairs = [divmod(int(i), p.shape[1]) for i in np.argsort(-p, axis=None, kind="stable")]
     held = split_of([Scene((Obj(*p, 0, 0, 0, 0, 0.5, 0.5, 0.145),)) for p in pairs]) == "heldout"
@@ -1279,7 +1257,7 @@ def _anywhere(r: Request) -> Iterator[Scene]:
         .reshape(6, -1)
         .T
     )
-    codes = codes[_lots(codes[:, None], np.full(len(codes), -1)) == r.split].tolist()
+    codes = codes[splits_of_codes(codes[:, None], np.full(len(codes), -1)) == r.split].tolist()
     while True:
         c = rng.choice(codes)
         size = (0.145, 0.095, 0.2)[c[2]]
@@ -1296,7 +1274,7 @@ def _vtab_shape(r):
     return _classified(r, _words("object"), _PROMPTS, lambda s: s.objects[0].object, _anywhere(r))
 
 # %% ../../nbs/lib/benchmarks/12_synthetic.ipynb #3462e23a
-_FORWARD = {REL[n] for n in ("right", "below", "in front of")}  # stated as their converse
+_FORWARD = {RELATIONS[n] for n in ("right", "below", "in front of")}  # stated as their converse
 
 
 def facts(text: str) -> Counter:
@@ -1311,7 +1289,7 @@ def facts(text: str) -> Counter:
         out[c.nps[0].object, c.place] += 1
     if c.relation >= 0:
         rel, (a, b) = c.relation, (n.object for n in c.nps[:2])
-        if rel in _FORWARD or rel == REL["near"] and a > b:
+        if rel in _FORWARD or rel == RELATIONS["near"] and a > b:
             rel, a, b = _CONVERSE[rel], b, a
         out[a, rel, b] += 1
     return out

@@ -6,8 +6,8 @@
 __all__ = ['macro_groups', 'compare', 'compare_models', 'item_table', 'worst']
 
 # %% ../../nbs/lib/evaluate/04_compare.ipynb #489bb466
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pandas as pd
 from ..benchmarks.items import Benchmark

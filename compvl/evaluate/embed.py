@@ -6,42 +6,37 @@
 __all__ = ['EmbeddingShards', 'processes', 'together', 'share', 'inference', 'Embedder', 'CrossEmbedder', 'Deferred', 'scorer_of']
 
 # %% ../../nbs/lib/evaluate/01_embed.ipynb #627e2d1a
-from PIL import Image
-from collections import Counter
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+import hashlib
+import itertools
+import re
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextlib import nullcontext
-from functools import lru_cache
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
 from pathlib import Path
-from safetensors import SafetensorError
-from safetensors import safe_open
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ..core import CompvlError, atomic_write, cache_dir, config_hash
+from ..images import StoredImage, image_path, open_image
+from ..metrics import retrieval_ranks
+from ..microworld.scenes import Scene
+from ..models.clip import Model
+from PIL import Image
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
-import hashlib
-import itertools
-import numpy as np
-import re
-import threading
-import time
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-import warnings
-from ..core import CompvlError, atomic_write, cache_dir, config_hash
-from ..images import StoredImage, image_path, open_image
-from ..metrics import retrieval_ranks
+
 from ..microworld import render as drawing
-from ..microworld.scenes import Scene
-from ..models.clip import Model
 
 # %% ../../nbs/lib/evaluate/01_embed.ipynb #ce16c45a
 def _digest(*tensors) -> str:

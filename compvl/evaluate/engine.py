@@ -7,17 +7,16 @@ __all__ = ['AVERAGES', 'COLUMNS', 'COUNT_METRICS', 'item_scores', 'identity', 'K
            'evaluate']
 
 # %% ../../nbs/lib/evaluate/03_engine.ipynb #56d31653
+import dataclasses
+import hashlib
+import warnings
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-import dataclasses
-import hashlib
+
 import pandas as pd
-import warnings
 from ..benchmarks.items import Benchmark, item_images
 from ..benchmarks.loading import expand, load_benchmark, load_benchmarks
 from compvl.core import (

@@ -6,9 +6,9 @@
 __all__ = ['TASKS', 'Task', 'task_of']
 
 # %% ../../nbs/lib/evaluate/02_tasks.ipynb #e9030eb2
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 from ..core import CompvlError

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binomtest
-
 from .captions import caption
 from .datasets import FinetuneSet
 from .oracle import readable, truth
 from .scenes import Scene, scenes
 from ..text.operators import Perturbed, Refused
+from scipy.stats import binomtest
 
 # %% ../../nbs/lib/microworld/14_audit.ipynb #445c6893
 def captioned_scenes(

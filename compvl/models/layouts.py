@@ -9,9 +9,8 @@ __all__ = ['TOKEN_EMBEDDING', 'unwrap', 'with_all_words', 'merge_lora', 'is_hugg
 import re
 
 import torch
-from torch import Tensor
-
 from ..core import CompvlError
+from torch import Tensor
 
 # %% ../../nbs/lib/models/02_layouts.ipynb #3688137b
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")

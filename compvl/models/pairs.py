@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
-
 from ..core import CompvlError
+from torch import Tensor
 
 # %% ../../nbs/lib/models/10_pairs.ipynb #45f0dbd3
 @runtime_checkable

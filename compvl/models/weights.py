@@ -12,9 +12,6 @@ import warnings
 from pathlib import Path
 
 import torch
-from open_clip.model import convert_to_custom_text_state_dict
-from torch import nn
-
 from ..core import CompvlError, read_json
 from .formats import read_file
 from compvl.models.layouts import (
@@ -24,6 +21,8 @@ from compvl.models.layouts import (
     unwrap,
     with_all_words,
 )
+from open_clip.model import convert_to_custom_text_state_dict
+from torch import nn
 
 # %% ../../nbs/lib/models/03_weights.ipynb #51cd9f41
 ACTIVATIONS = ("gelu", "quick_gelu")

@@ -9,11 +9,10 @@ __all__ = ['WrappedModel', 'wrap_model']
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-from torchvision import transforms
-
 from ..core import CompvlError
 from .clip import Model
+from torch import nn
+from torchvision import transforms
 
 # %% ../../nbs/lib/models/07_wrap.ipynb #7542d0ef
 @dataclass

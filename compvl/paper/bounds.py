@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-
 from ..benchmarks.items import Benchmark
 from ..core import CompvlError
 from ..evaluate.engine import average_parts, averages

@@ -10,13 +10,11 @@ __all__ = ['CONFIGS', 'SLOTS', 'SUPPORTS', 'GENERATIONS', 'TEXT_TOWERS', 'BLOCKS
            'blindness_marks', 'modality_gap', 'finding']
 
 # %% ../../nbs/lib/paper/20_causal.ipynb #e5559ee6
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from matplotlib.lines import Line2D
-from torch import Tensor
-from torch import nn
 from typing import NamedTuple
-import math
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -27,9 +25,11 @@ from ..core import CompvlError, pick
 from ..evaluate.embed import Embedder
 from ..losses import itc_loss
 from ..microworld.vocabulary import lexicon
-from ..plotting import BLUE, GREEN, ORANGE, VERMILLION, style
 from .looks import look, short
+from ..plotting import BLUE, GREEN, ORANGE, VERMILLION, style
 from ..stats import seed_bootstrap, verdict
+from matplotlib.lines import Line2D
+from torch import Tensor, nn
 
 # %% ../../nbs/lib/paper/20_causal.ipynb #01a547d9
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
-from tqdm import tqdm
-
 from ..benchmarks.items import Benchmark
 from compvl.core import (
     CompvlError,
@@ -35,6 +33,7 @@ from .results import Results
 from .rows import Row
 from .runs import finished_run, row_model, run_config, seeds_of
 from .training import steps_of, train_ahead
+from tqdm import tqdm
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #13e9a17a
 def _bound_table(

@@ -6,10 +6,11 @@
 __all__ = ['VERDICTS', 'PIECE', 'Store', 'Findings']
 
 # %% ../../nbs/lib/paper/17_evidence.ipynb #0f4769dd
+import difflib
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-import difflib
+
 import numpy as np
 import pandas as pd
 from ..core import CompvlError, data_dir, notebook_number, pick, read_csv, read_json

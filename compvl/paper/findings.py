@@ -7,13 +7,13 @@ __all__ = ['Claim', 'change', 'judge', 'findings', 'comparisons', 'carried', 'dr
            'choose_weight', 'Example', 'examples', 'turned']
 
 # %% ../../nbs/lib/paper/11_findings.ipynb #c7dace16
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import dataclass
 import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import pandas as pd
-import random
 from ..core import CompvlError
 from ..evaluate.engine import AVERAGES
 from ..evaluate.tasks import task_of

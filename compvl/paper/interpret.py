@@ -8,23 +8,27 @@ __all__ = ['CONCEPT_KINDS', 'TEXT_KINDS', 'kind_attributions', 'coverage', 'attr
            'similarity_distributions', 'case_study']
 
 # %% ../../nbs/lib/paper/19_interpret.ipynb #35df5803
-from PIL import Image
-from collections.abc import Mapping
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from itertools import product
-from matplotlib.colors import to_rgba
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.patches import Rectangle
-from tqdm import tqdm
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
-import textwrap
 import torch
+from compvl.attribution.drawing import (
+    CHARACTER_WIDTH as EM,
+)
+from compvl.attribution.drawing import (
+    HUES,
+    places,
+    shade,
+)
+from compvl.attribution.drawing import (
+    LINE_HEIGHT as LINE,
+)
 from ..attribution.explain import attribute
-from ..attribution.drawing import CHARACTER_WIDTH as EM, HUES, LINE_HEIGHT as LINE, places, shade
 from compvl.attribution.replacements import (
     perturbation_scores,
     perturbed_tokens,
@@ -36,15 +40,20 @@ from ..benchmarks.items import Benchmark, Pair, Triplet
 from ..core import CompvlError, pick
 from ..evaluate.embed import Embedder, inference, scorer_of
 from ..images import StoredImage
-from ..plotting import BLUE, TEXTS, VERMILLION, style
 from .looks import look, short
 from .published import published
-from .table_rows import CAE_TABLE1
 from .rows import ROWS
+from .table_rows import CAE_TABLE1
+from ..plotting import BLUE, TEXTS, VERMILLION, style
 from ..stats import Correlation, Interval, bootstrap, verdict
 from ..text.lexicon import Words
 from ..text.parser import parse_many
 from ..text.tokens import token_masks, tokenize_with_spans
+from matplotlib.colors import to_rgba
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from PIL import Image
+from tqdm import tqdm
 
 # %% ../../nbs/lib/paper/19_interpret.ipynb #986e76a5
 CONCEPT_KINDS = "object", "relation", "attribute", "composition"

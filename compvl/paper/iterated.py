@@ -7,28 +7,28 @@ __all__ = ['CHAINS', 'FEWEST', 'MEASURES', 'words_changed', 'operate', 'harden',
            'hardness_curves', 'diminishing', 'gain_curves']
 
 # %% ../../nbs/lib/paper/21_iterated.ipynb #ba4de1b1
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from matplotlib.ticker import MaxNLocator
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import random
 from ..evaluate.embed import scorer_of
-from ..microworld.datasets import microworld_words
 from ..microworld.oracle import readable, truth
 from ..microworld.scenes import Scene
+from ..microworld.vocabulary import microworld_words
 from .columns import Column
-from ..plotting import BLUE, GREEN, ORANGE, VERMILLION, style
 from .looks import look, short
 from .results import Results
 from .rows import ROWS
+from ..plotting import BLUE, GREEN, ORANGE, VERMILLION, style
 from ..stats import bootstrap, resampled_difference, seed_bootstrap
 from ..text.hard_negatives import iterated
-from ..text.lexicon import Words, words as shipped_words
+from ..text.lexicon import Words
+from ..text.lexicon import words as shipped_words
 from ..text.parser import parse
+from matplotlib.ticker import MaxNLocator
 
 # %% ../../nbs/lib/paper/21_iterated.ipynb #7641009e
 CHAINS = {

@@ -6,17 +6,18 @@
 __all__ = ['LEDGER', 'PAPER_TITLES', 'VERDICT_LOOK', 'make_ledger', 'ledger_table', 'counts', 'paper_report', 'forest']
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #15de632b
-from collections.abc import Iterable
-from matplotlib.lines import Line2D
 import html
+from collections.abc import Iterable
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from ..core import notebook_number
-from .evidence import PIECE, Store, VERDICTS
-from ..plotting import GREEN, VERMILLION, style
+from .evidence import PIECE, VERDICTS, Store
 from .profiles import PROFILES
 from .statements import CLAIMS, Statement, join
+from ..plotting import GREEN, VERMILLION, style
+from matplotlib.lines import Line2D
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #fc182a41
 def _said(v: float, unit: str = "points") -> str:
@@ -158,8 +159,9 @@ VERDICT_LOOK = {
 
 def ledger_table(ledger: pd.DataFrame):
     "The ledger as a `great_tables.GT`, a block a paper."
-    import great_tables
     import re
+
+    import great_tables
 
     def cell(r):
         color, mark = VERDICT_LOOK[r.verdict]

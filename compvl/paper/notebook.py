@@ -11,19 +11,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
-from IPython.display import HTML, Image, Markdown, display
-from PIL import Image as PillowImage
-
 from ..core import CompvlError, atomic_write, pick
 from .columns import Column
 from .evaluation import results
-from .figures import save_figure
 from .html_tables import html_table
 from .profiles import get_profile
 from .results import Results
 from .rows import ROWS, Row
 from .table_rows import distinct_rows
 from .table_specs import TABLES
+from ..plotting import save_figure
+from IPython.display import HTML, Image, Markdown, display
+from PIL import Image as PillowImage
 
 # %% ../../nbs/lib/paper/20_notebook.ipynb #56751a3a
 RowsLike = str | Row | Iterable["str | Row"]

@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 import pandas as pd
-
 from ..benchmarks.items import Benchmark
 from ..core import atomic_write, config_hash
 from ..evaluate.embed import Deferred

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
-
 from ..benchmarks.items import Benchmark
 from ..core import CompvlError, config_hash, git_commit
 from ..evaluate.compare import macro_groups

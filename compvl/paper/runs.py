@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-
 from ..core import CompvlError
 from ..models.clip import Model, create_model
 from ..models.matcher import MatchingScorer, load_matcher

@@ -6,27 +6,26 @@
 __all__ = ['HP', 'CAE', 'TCL', 'CLAIMS', 'at', 'Contrast', 'differs', 'Within', 'Statement', 'join']
 
 # %% ../../nbs/lib/paper/18_statements.ipynb #0e30c66e
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
 import pandas as pd
 from ..core import CompvlError, pick
 from compvl.paper.columns import (
     ACCURACY,
     COMPOSITION,
-    Column,
     MEAN_SCORES,
     ORIGINAL_SCORE,
     RETRIEVAL,
     ZERO_SHOT,
+    Column,
 )
-from .evidence import Findings, PIECE, Store
+from .evidence import PIECE, Findings, Store
 from .published import published, published_cells
-from .table_rows import CAE_TABLE1, CAE_TABLE3, HP_TABLE1, HP_TABLE10
 from .rows import W_ATTR
+from .table_rows import CAE_TABLE1, CAE_TABLE3, HP_TABLE1, HP_TABLE10
 from ..stats import verdict
 
 # %% ../../nbs/lib/paper/18_statements.ipynb #8d90ee74

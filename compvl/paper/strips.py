@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-
 from ..images import open_image
 from .looks import short
 from ..plotting import PURPLE, TEXTS, VERMILLION, light_grid, style, subplots

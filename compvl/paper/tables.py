@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-
 from ..core import atomic_write
 from .columns import Column
 from .html_tables import Html, html_table, small

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
-
 from ..core import CompvlError, cores
 from .pieces import open_pieces
 from .profiles import Profile
@@ -19,6 +17,7 @@ from .rows import Row
 from .runs import run_config
 from ..train.config import TrainConfig
 from ..train.sweep import sweep
+from tqdm import tqdm
 
 # %% ../../nbs/lib/paper/10c_training.ipynb #819ede7d
 SHORT = 50  # steps below which a run is not worth a process, which takes seconds to start

@@ -5,23 +5,23 @@
 # %% ../../nbs/lib/text/07_hard_negatives.ipynb #09667d67
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import NamedTuple
-import random
+
 from ..core import CompvlError, pick
-from .lexicon import Words, inflect_like, singular, words as shipped_words
+from .lexicon import Words, inflect_like, singular
+from .lexicon import words as shipped_words
 from compvl.text.operators import (
+    OPERATORS,
+    WAYS,
     Change,
     Edit,
-    OPERATORS,
     Perturbed,
     Reading,
     Refused,
     Trail,
-    WAYS,
     Way,
     excludes,
     step,

@@ -5,17 +5,15 @@
 # %% ../../nbs/lib/text/08_hard_positives.ipynb #87ac7a1f
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from functools import lru_cache
-from itertools import chain
-from itertools import zip_longest
 import random
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import chain, zip_longest
+
 from ..core import CompvlError, pick
-from .lexicon import Concept, Words, is_plural, lemma, plural, words as shipped_words
+from .lexicon import Concept, Words, is_plural, lemma, plural
+from .lexicon import words as shipped_words
 from .operators import Edit, Perturbed, Refused, Step, write
 from .parser import Attribute, Parse, Relation, parse
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Iterator
-from typing import NamedTuple
+from typing import Iterator, NamedTuple
+
 from ..core import CompvlError, data_dir, read_json
 
 # %% auto #0

@@ -5,23 +5,6 @@
 # %% ../../nbs/lib/text/09_llm.ipynb #2f9cca85
 from __future__ import annotations
 
-from collections import Counter
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from contextlib import closing
-from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
-from difflib import SequenceMatcher
-from email.utils import parsedate_to_datetime
-from filelock import FileLock
-from filelock import Timeout
-from pathlib import Path
-from tqdm import tqdm
-from typing import Any
-from typing import NamedTuple
 import asyncio
 import hashlib
 import json
@@ -33,8 +16,19 @@ import re
 import sys
 import threading
 import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
 from ..core import CompvlError, atomic_write, pick, require
 from .lexicon import words
+from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 # %% auto #0
 __all__ = ['REPLACE_PROMPT', 'SWAP_EXAMPLES', 'SWAP_PROMPT', 'REWRITES', 'clean_answer', 'valid_replace', 'valid_swap', 'Kind',

@@ -5,16 +5,14 @@
 # %% ../../nbs/lib/text/05_operators.ipynb #e1bdfbd5
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from functools import lru_cache
-from itertools import combinations
-from typing import NamedTuple
 import random
 import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import combinations
+from typing import NamedTuple
+
 from ..core import CompvlError, pick
 from .edits import agree_article
 from compvl.text.lexicon import (
@@ -23,6 +21,8 @@ from compvl.text.lexicon import (
     inflect_like,
     plural,
     singular,
+)
+from compvl.text.lexicon import (
     words as shipped_words,
 )
 from .parser import Attribute, Parse, Relation, parse

@@ -5,24 +5,23 @@
 # %% ../../nbs/lib/text/04_parser.ipynb #8c705e89
 from __future__ import annotations
 
-from collections import Counter
-from collections import deque
-from collections.abc import Iterable
-from collections.abc import Iterator
+import multiprocessing
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
-from spacy.language import Language
-from spacy.tokens import Doc
 from typing import NamedTuple
-import multiprocessing
-import re
+
 import spacy
 from ..core import CompvlError, data_dir, read_json
-from .lexicon import is_plural, lemma, words as known_words
+from .lexicon import is_plural, lemma
+from .lexicon import words as known_words
+from spacy.language import Language
+from spacy.tokens import Doc
 
 # %% auto #0
 __all__ = ['Token', 'Object', 'Attribute', 'Relation', 'Parse', 'pipeline', 'parse', 'parse_many']

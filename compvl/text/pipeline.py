@@ -5,24 +5,6 @@
 # %% ../../nbs/lib/text/10_pipeline.ipynb #82a93b7d
 from __future__ import annotations
 
-from collections import Counter
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterator
-from .. import __version__
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
-from filelock import FileLock
-from filelock import Timeout
-from functools import partial
-from itertools import islice
-from pathlib import Path
-from typing import Any
-from typing import NamedTuple
 import csv
 import gzip
 import hashlib
@@ -39,7 +21,21 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
 from ..core import CompvlError, config_hash, cores, data_dir, pick, read_json, write_json
+from filelock import FileLock, Timeout
+
+from .. import __version__
 
 # %% auto #0
 __all__ = ['CAPTION_KEYS', 'OUTPUT_KINDS', 'CHUNK', 'SAMPLE', 'LM_METHODS', 'json_entries', 'CaptionRow', 'Captions', 'Made',
@@ -370,9 +366,11 @@ def _generator(kind: str, method: str, sound: bool) -> Callable:
             caption, random.Random(f"{seed}|{caption}"), words or shipped(), parsed
         )
     if kind == "hn":
-        from compvl.text.hard_negatives import NEGATIVES as known, hard_negative as make
+        from compvl.text.hard_negatives import NEGATIVES as known
+        from compvl.text.hard_negatives import hard_negative as make
     else:
-        from compvl.text.hard_positives import POSITIVES as known, hard_positive as make
+        from compvl.text.hard_positives import POSITIVES as known
+        from compvl.text.hard_positives import hard_positive as make
     pick(method, known, f"method of {OUTPUT_KINDS[kind].replace('_', ' ')}s")
     more = dict(sound=sound) if kind == "hn" else {}
     return lambda caption, parsed, seed, words: make(
@@ -839,9 +837,9 @@ def _asked(
     s: PerturbSummary,
 ):
     "Hard positives by a language model: lines, rejected answers beside them, and the summary."
+    from compvl.text.edits import differing_span
     from compvl.text.llm import generate
     from compvl.text.operators import Step
-    from compvl.text.edits import differing_span
 
     operator, start = LM_METHODS[s.method], time.monotonic()
 

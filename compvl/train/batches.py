@@ -15,9 +15,6 @@ from itertools import chain
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-
 from compvl.attribution.replacements import (
     caption_masks,
     perturbed_tokens,
@@ -25,10 +22,12 @@ from compvl.attribution.replacements import (
     tokenize_replacements,
 )
 from ..core import CompvlError
-from ..microworld.datasets import microworld_words
+from ..microworld.vocabulary import microworld_words
 from ..text.parser import parse_many
 from .config import TrainConfig
 from .terms import needed
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 # %% ../../nbs/lib/train/04_batches.ipynb #64900136
 def step_indices(

@@ -15,15 +15,14 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from ..core import CompvlError, atomic_write, config_hash, data_dir, runs_dir
 from ..data.loading import load_train_data
-from ..microworld.datasets import TRIPLETS, triplets
+from ..microworld.evaluation_sets import TRIPLETS, triplets
 from ..microworld.render import render
 from ..models.diffusion import Diffusion, denoising_error, load_diffusion
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
 from .steps import Trainee, check_batch, ship_run, train_steps
+from torch import Tensor, nn
 
 # %% ../../nbs/lib/train/11_diffusion.ipynb #72811c9c
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def teacher_errors(
     seed: int = 0,
     batch_size: int = 100,
 ) -> pd.DataFrame:
-    """Denoising errors on items of each of `compvl.microworld.datasets.TRIPLETS`.
+    """Denoising errors on items of each of `compvl.microworld.evaluation_sets.TRIPLETS`.
 
     Columns: benchmark, id, group, and the errors given the caption and the hard_negative."""
     tokenizer = scene_tokenizer()

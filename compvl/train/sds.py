@@ -10,9 +10,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from ..core import CompvlError
+from torch import Tensor, nn
 
 # %% ../../nbs/lib/train/14_sds.ipynb #759a8421
 def sds_head(diffusion, width: int) -> nn.Linear:

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from filelock import FileLock
-from tqdm import tqdm
-
 from ..core import CompvlError, atomic_write, data_dir, environment, write_json
 from ..models.formats import brief
+from filelock import FileLock
+from tqdm import tqdm
 
 # %% ../../nbs/lib/train/10_steps.ipynb #a7163b5a
 @dataclass
