@@ -40,7 +40,7 @@ def _read_transform(preprocess: Callable) -> tuple:
             std = tuple(map(float, step.std))
     return size, mean, std
 
-# %% ../../nbs/lib/models/07_wrap.ipynb #7f02c293
+# %% ../../nbs/lib/models/07_wrap.ipynb #85da7aaa
 def _check_network(clip, name: str):
     """Raise CompvlError where a network lacks a method or weights."""
     kind = type(clip).__name__
@@ -53,8 +53,8 @@ def _check_network(clip, name: str):
         )
     if not isinstance(clip, nn.Module) or next(clip.parameters(), None) is None:
         raise CompvlError(
-            f"{name} ({kind}) shows no weights, by which its cached features would be told from "
-            "others': make it an nn.Module that holds its network"
+            f"{name} ({kind}) shows no weights, which identify its cached features: "
+            "make it an nn.Module that contains its network"
         )
 
 # %% ../../nbs/lib/models/07_wrap.ipynb #69f1c80c
