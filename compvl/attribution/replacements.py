@@ -15,9 +15,10 @@ from .attention import as_found, image_features, unit
 from ..models.towers import encode_text
 from ..text.lexicon import Words, plural
 from ..text.lexicon import words as shipped_words
-from ..text.operators import Edit, known_part, write
+from ..text.meaning import known_part
 from ..text.parser import Parse, parse_many
 from ..text.tokens import token_masks
+from ..text.writing import Edit, write
 from torch import Tensor
 
 # %% auto #0

@@ -14,6 +14,16 @@ from .items import FIDELITIES, Benchmark
 from .registry import GROUPS, REGISTRY, Entry, Request, group, locate
 from ..core import CompvlError, pick
 
+from compvl.benchmarks import (  # noqa: F401 (they register their benchmarks)
+    classification,
+    composition,
+    order,
+    replace_swap,
+    retrieval,
+    similarity,
+    synthetic,
+)
+
 # %% auto #0
 __all__ = ['list_benchmarks', 'benchmark_info', 'expand', 'load_benchmark', 'load_benchmarks', 'benchmark_table']
 

@@ -24,7 +24,8 @@ from .scenes import Scene
 from .vocabulary import lexicon, microworld_words
 from ..text.hard_negatives import NEGATIVES, hard_negative
 from ..text.hard_positives import POSITIVES, hard_positive
-from ..text.operators import Edit, Perturbed, Refused, write
+from ..text.operators import Perturbed, Refused
+from ..text.writing import Edit, write
 
 # %% ../../nbs/lib/microworld/12_supervision.ipynb #c81bc465
 _ORACLE_KINDS = {

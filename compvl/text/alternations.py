@@ -9,6 +9,9 @@ __all__ = ['invert_relation', 'move_adjective', 'frame_existence']
 import random
 import re
 
+from .lexicon import Words, lemma
+from .operators import Perturbed, Refused
+from .parser import Attribute, Object, Parse, Relation
 from compvl.text.phrases import (
     PICTURES,
     PLACE_PREPOSITIONS,
@@ -19,10 +22,6 @@ from compvl.text.phrases import (
     within_sentence,
 )
 from .synonyms import LOOSE_FAMILIES, FixedPhrases, is_plain
-
-from .lexicon import Words, lemma
-from .operators import Perturbed, Refused
-from .parser import Attribute, Object, Parse, Relation
 from .writing import Edit
 
 # %% ../../nbs/lib/text/08d_alternations.ipynb #662ec5f6

@@ -9,10 +9,9 @@ __all__ = ['Exchange', 'exchange', 'swap_noun_phrases']
 import re
 from typing import NamedTuple
 
-from .phrases import PICTURES, PLACE_PREPOSITIONS, Phrases, head, within_sentence
-
 from .lexicon import lemma
 from .parser import Relation
+from .phrases import PICTURES, PLACE_PREPOSITIONS, Phrases, head, within_sentence
 from .writing import Edit
 
 # %% ../../nbs/lib/text/08a_conjuncts.ipynb #dfb9208c

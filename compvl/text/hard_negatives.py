@@ -11,16 +11,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from .negate import NEGATION
-from .svlc import SVLC, SVLC_SOUND, MaskedLM, svlc_lm
-
 from ..core import CompvlError, pick
 from .changes import Change, Span, exchanged
 from .lexicon import Words
 from .lexicon import words as shipped_words
+from .negate import NEGATION
 from .operators import OPERATORS, Perturbed, Refused, Trail, Way, first_change, ways_of
 from .parser import Parse, parse
 from .reading import Reading
+from .svlc import SVLC, SVLC_SOUND, MaskedLM, svlc_lm
 
 # %% ../../nbs/lib/text/07b_hard_negatives.ipynb #79fd4135
 def _exchange_spans(

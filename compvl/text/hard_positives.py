@@ -10,15 +10,14 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
+from ..core import CompvlError, pick
 from .alternations import frame_existence, invert_relation, move_adjective
 from .coordination import swap_around_and
-from .synonyms import replace_by_synonym
-
-from ..core import CompvlError, pick
 from .lexicon import Words
 from .lexicon import words as shipped_words
 from .operators import Perturbed, Refused
 from .parser import Parse, parse
+from .synonyms import replace_by_synonym
 
 # %% ../../nbs/lib/text/08e_hard_positives.ipynb #53eae149
 def swap_or_replace(caption: str, rng: random.Random, words: Words, parsed: Parse) -> Perturbed:

@@ -11,11 +11,10 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from .phrases import ANIMATE, WORD, Phrases, edited, head
-
 from .lexicon import Concept, Words, lemma
 from .operators import Perturbed, Refused
 from .parser import Attribute, Object, Parse, Relation
+from .phrases import ANIMATE, WORD, Phrases, edited, head
 from .writing import Edit
 
 # %% ../../nbs/lib/text/08c_synonyms.ipynb #04e9a485
