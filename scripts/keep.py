@@ -19,9 +19,10 @@ import pandas as pd
 from nbdev.clean import nbdev_clean
 
 from compvl.core import notebook_number
-from compvl.paper.making import Pieces
+from compvl.paper.pieces import Pieces
 from compvl.paper.profiles import get_profile
-from compvl.paper.rows import ROWS, TABLE8
+from compvl.paper.rows import ROWS
+from compvl.paper.table_rows import HP_TABLE8
 from compvl.paper.runs import run_config
 from compvl.app.reproduction import reads_others, reproduce
 from readme import ROOT, write
@@ -82,7 +83,7 @@ def training(runs: list[dict], pieces: Path, folder: Path):
     """Write the training runs behind the rows of these results, with their seconds, to training.csv in `folder`: those whose metrics are among the pieces; what is there of others stays."""
     path = folder / "training.csv"
     before = pd.read_csv(path).to_dict("records") if path.exists() else []
-    profile, found, models = get_profile(runs[0]["profile"]["name"]), [], {r.key: r for r in TABLE8}
+    profile, found, models = get_profile(runs[0]["profile"]["name"]), [], {r.key: r for r in HP_TABLE8}
     for key, seed in sorted(
         {(r["method"], r["seed"]) for told in runs for r in told["rows"]}, key=lambda r: r[::-1]
     ):

@@ -20,30 +20,16 @@ ROOT = Path(__file__).resolve().parents[1]
 def plan(profile):
     """(row, seed, {split of the microworld: benchmarks}), in order; None is the default split."""
     from compvl.benchmarks.loading import expand
-    from compvl.paper.making import CAE_BENCHMARKS, STANDARD, TRIPLET_BENCHMARKS
-    from compvl.paper.rows import (
-        BEYOND,
-        CAE_TABLE1,
-        CAE_TABLE2,
-        CAE_TABLE3,
-        CAE_TABLE4,
-        CAE_TABLE5,
-        TABLE1,
-        TABLE10,
-        TABLE3,
-        TABLE8,
-        TCL_TABLE2,
-        TOGETHER,
-        UNSEEN,
-        rows,
-    )
+    from compvl.paper.loading import CAE_BENCHMARKS, STANDARD, TRIPLET_BENCHMARKS
+    from compvl.paper.table_rows import BEYOND, CAE_TABLE1, CAE_TABLE2, CAE_TABLE3, CAE_TABLE4, CAE_TABLE5, HP_TABLE1, HP_TABLE10, HP_TABLE3, HP_TABLE8, TCL_TABLE2, TOGETHER, UNSEEN
+    from compvl.paper.rows import rows
     from compvl.paper.runs import run_config, seeds_of
 
     asked = {}
     for tables, names, split in [
-        ((TABLE1, TABLE3), [*TRIPLET_BENCHMARKS, *STANDARD], None),
+        ((HP_TABLE1, HP_TABLE3), [*TRIPLET_BENCHMARKS, *STANDARD], None),
         ((CAE_TABLE1, CAE_TABLE2, CAE_TABLE5), [*CAE_BENCHMARKS, "winoground-compositional"], None),
-        ((CAE_TABLE3, TABLE10), ["standard"], None),
+        ((CAE_TABLE3, HP_TABLE10), ["standard"], None),
         ((CAE_TABLE4,), ["sickr", "stsb"], None),
         ((TCL_TABLE2,), [*TRIPLET_BENCHMARKS, *CAE_BENCHMARKS[:6], "coco-retrieval"], None),
         ((BEYOND,), [*TRIPLET_BENCHMARKS, STANDARD[0]], None),
@@ -64,7 +50,7 @@ def plan(profile):
                 )
             },
         )
-        for r in TABLE8
+        for r in HP_TABLE8
         if r.base
     }
     return sorted(
@@ -80,7 +66,7 @@ def plan(profile):
 
 def one(name, row, seed, by_split):
     """Make one piece, in this process."""
-    from compvl.paper.making import results
+    from compvl.paper.evaluation import results
     from compvl.paper.profiles import get_profile
 
     with tempfile.TemporaryDirectory() as out:

@@ -18,8 +18,9 @@ from compvl.microworld import FinetuneSet, PretrainSet
 from compvl.microworld.render import render
 from compvl.microworld.scenes import SPLITS, scenes
 from compvl.paper.profiles import PROFILES
-from compvl.paper.rows import ROWS, TABLE8
+from compvl.paper.rows import ROWS
 from compvl.paper.runs import run_config, seeds_of
+from compvl.paper.table_rows import HP_TABLE8
 from compvl.text import (
     NEGATIVES,
     POSITIVES,
@@ -100,7 +101,7 @@ def run_names() -> dict:
     for profile in PROFILES.values():
         if profile.data != "microworld":
             continue
-        for row in [*ROWS.values(), *TABLE8]:
+        for row in [*ROWS.values(), *HP_TABLE8]:
             for seed in sorted({seeds_of(row, profile)[0], seeds_of(row, profile)[-1]}):
                 config = run_config(row, profile, seed)
                 if config is not None:

@@ -619,7 +619,7 @@ def reproduce(
 
     Raises `CompvlError` for an unknown profile or notebook, a missing `data_root`, less than one job, or papermill not being installed."""
     from rich.console import Console
-    from compvl.paper.making import SHORT
+    from compvl.paper.training import SHORT
     from compvl.paper.profiles import get_profile
 
     if data_root is not None:

@@ -858,7 +858,7 @@ def draw_curves(
     titles: dict | None = None,
     smooth: int = 9,
 ):
-    """A panel a metric, a line a row. `log`: as of `compvl.paper.making.learning_curves`: columns `method`, `seed`, `step` and the metrics; `smooth`: steps of the running mean, at most a tenth of them. Returns the figure."""
+    """A panel a metric, a line a row. `log`: as of `compvl.paper.evaluation.learning_curves`: columns `method`, `seed`, `step` and the metrics; `smooth`: steps of the running mean, at most a tenth of them. Returns the figure."""
     with style():
         fig, axes = plt.subplots(
             1, len(metrics), figsize=(4.7 * len(metrics), 3.2), layout="constrained", squeeze=False

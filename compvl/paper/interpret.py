@@ -37,7 +37,8 @@ from ..evaluate.embed import Embedder, inference, scorer_of
 from ..images import StoredImage
 from .figures import BLUE, TEXTS, VERMILLION, look, short, style
 from .published import published
-from .rows import CAE_TABLE1, ROWS
+from .table_rows import CAE_TABLE1
+from .rows import ROWS
 from ..stats import Correlation, Interval, bootstrap, verdict
 from ..text.lexicon import Words
 from ..text.parser import parse_many

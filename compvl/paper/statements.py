@@ -25,15 +25,16 @@ from compvl.paper.columns import (
 )
 from .evidence import Findings, PIECE, Store
 from .published import published, published_cells
-from .rows import CAE_TABLE1, CAE_TABLE3, TABLE1, TABLE10, W_ATTR
+from .table_rows import CAE_TABLE1, CAE_TABLE3, HP_TABLE1, HP_TABLE10
+from .rows import W_ATTR
 from ..stats import verdict
 
 # %% ../../nbs/lib/paper/18_statements.ipynb #8d90ee74
 _PAPERS = {
-    "hard_positives_table1": (ACCURACY, TABLE1),
-    "hard_positives_table2": (MEAN_SCORES, TABLE1),
-    "hard_positives_table9": (ORIGINAL_SCORE, TABLE1),
-    "hard_positives_table10": (ZERO_SHOT, TABLE10),
+    "hard_positives_table1": (ACCURACY, HP_TABLE1),
+    "hard_positives_table2": (MEAN_SCORES, HP_TABLE1),
+    "hard_positives_table9": (ORIGINAL_SCORE, HP_TABLE1),
+    "hard_positives_table10": (ZERO_SHOT, HP_TABLE10),
     "cae_table1": (COMPOSITION, CAE_TABLE1),
     "cae_table3": (RETRIEVAL, CAE_TABLE3),
 }
@@ -140,7 +141,7 @@ _REPLACE, _SWAP = (
     },
     {m: ("swap", "all", m) for m in ("orig_acc", "aug_acc", "brittleness", "mean_c")},
 )
-_LABEL = {r.key: r.label for r in TABLE1}
+_LABEL = {r.key: r.label for r in HP_TABLE1}
 
 
 def differs(stem: str, b: str, a: str, c: Column | tuple, said: str, **options) -> Contrast:
