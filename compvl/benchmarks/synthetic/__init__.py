@@ -5,20 +5,37 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../../nbs/lib/benchmarks/synthetic/00_synthetic.ipynb #efe1390f
-# In the order in which they are registered.
-# isort: off
-from . import replace_swap  # noqa: F401 # registers
-from . import retrieval  # noqa: F401 # registers
-from . import sugarcrepe  # noqa: F401 # registers
-from . import hard_positive_kinds  # noqa: F401 # registers
-from .combinations import kept_out  # noqa: F401 # registers
-from . import aro  # noqa: F401 # registers
-from . import vl_checklist  # noqa: F401 # registers
-from . import counting  # noqa: F401 # registers
-from . import valse  # noqa: F401 # registers
-from . import svo  # noqa: F401 # registers
-from . import winoground  # noqa: F401 # registers
-from . import classification  # noqa: F401 # registers
-from . import similarity  # noqa: F401 # registers
-# isort: on
+# %% ../../../nbs/lib/benchmarks/synthetic/00_synthetic.ipynb #af455d1e
+from importlib import import_module
+
+# %% ../../../nbs/lib/benchmarks/synthetic/00_synthetic.ipynb #7286381c
+_ORIGINALS = (
+    "classification",
+    "composition",
+    "order",
+    "replace_swap",
+    "retrieval",
+    "similarity",
+)
+_COUNTERPARTS = (
+    "replace_swap",
+    "retrieval",
+    "sugarcrepe",
+    "hard_positive_kinds",
+    "combinations",
+    "aro",
+    "vl_checklist",
+    "counting",
+    "valse",
+    "svo",
+    "winoground",
+    "classification",
+    "similarity",
+)
+for _name in _ORIGINALS:
+    import_module(f"compvl.benchmarks.{_name}")
+for _name in _COUNTERPARTS:
+    import_module(f"compvl.benchmarks.synthetic.{_name}")
+
+# %% ../../../nbs/lib/benchmarks/synthetic/00_synthetic.ipynb #b86129f3
+#| export

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['truths', 'pair_holds', 'triplet_holds', 'counterpart_items', 'check_items', 'show_items']
 
-# %% ../../../nbs/lib/benchmarks/synthetic/02_checks.ipynb #80460b7d
+# %% ../../../nbs/lib/benchmarks/synthetic/02_checks.ipynb #e5016467
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ def triplet_holds(item: Triplet) -> bool:
     texts = item.caption, item.hard_negative, item.hard_positive
     return truths(item.image, *texts) == [True, False, True]
 
-# %% ../../../nbs/lib/benchmarks/synthetic/02_checks.ipynb #8984f29d
+# %% ../../../nbs/lib/benchmarks/synthetic/02_checks.ipynb #a199cd00
 def counterpart_items(name: str, n: int | None = 200, split: str = "test", seed: int = 0) -> list:
     """n items of the counterpart of a benchmark (None: its default number)."""
     return REGISTRY[name].micro(Request(name, None, split=split, n=n, seed=seed)).items
@@ -44,8 +45,8 @@ def check_items(name: str, holds: Callable[[Any], bool] | None = None, n: int = 
     same, and `holds(item)` is true of all of them. Raises AssertionError otherwise."""
     for split in ("val", "test"):
         items = counterpart_items(name, n, split)
-        pictures = [image for item in items for image in item_images(item)]
-        assert set(split_of(pictures)) <= {split}, name
+        pictures = itertools.chain.from_iterable(map(item_images, items))
+        assert set(split_of(list(pictures))) <= {split}, name
         assert items[:25] == counterpart_items(name, 25, split), name
         assert len({item.id for item in items}) == n, name
         assert all(item.id.startswith(name) for item in items), name

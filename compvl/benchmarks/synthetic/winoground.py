@@ -28,7 +28,7 @@ from ...microworld.oracle import truth
 from ...microworld.scenes import Scene, split_of
 from ...microworld.vocabulary import RELATIONS, lexicon
 
-# %% ../../../nbs/lib/benchmarks/synthetic/14_winoground.ipynb #eb912c70
+# %% ../../../nbs/lib/benchmarks/synthetic/14_winoground.ipynb #15fb6488
 def spread_evenly(counts: Mapping) -> list:
     """Each key as often as `counts` says, spread evenly over the list."""
     places = []
@@ -37,7 +37,7 @@ def spread_evenly(counts: Mapping) -> list:
     return [key for _, key in sorted(places)]
 
 
-# what is swapped, and how it is described: by places, by roles in an action or relation, or by *and*
+# what is swapped, and how it is described: by places, by roles in a relation, or by *and*
 _KINDS = spread_evenly(
     {
         ("Object", "place"): 71,
@@ -97,7 +97,7 @@ def _differing(scene: Scene, i: int, j: int) -> list[str]:
         if first.value(family) >= 0 and first.value(family) != second.value(family)
     ]
 
-# %% ../../../nbs/lib/benchmarks/synthetic/14_winoground.ipynb #13fbbfad
+# %% ../../../nbs/lib/benchmarks/synthetic/14_winoground.ipynb #c9c8656d
 def _pair_trades(scene: Scene, i: int, j: int, rng: random.Random) -> list[Trade]:
     """Trades of places, and of an attribute, between any two objects."""
     second = scene.objects[j]
@@ -118,7 +118,7 @@ def _pair_trades(scene: Scene, i: int, j: int, rng: random.Random) -> list[Trade
 
 
 def _role_trades(scene: Scene) -> list[Trade]:
-    """Trades of everything, or everything but one attribute, between the objects of the relation."""
+    """Trades of everything, or of all but one attribute, between the objects of the relation."""
     if scene.relation < 0 or scene.objects[0].object == scene.objects[1].object:
         return []
     trades = [_trade(("Object", "role"), scene, (0, 1), _TRADED, scene.relation)]
