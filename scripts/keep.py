@@ -121,30 +121,16 @@ def keep_training(runs: list[dict], pieces: Path, folder: Path):
     Entries of other runs stay.
     """
     path = folder / "training.csv"
-    before = pd.read_csv(path).to_dict("records") if path.exists() else []
-    profile, found, models = (
-        get_profile(runs[0]["profile"]["name"]),
-        [],
-        {r.key: r for r in HP_TABLE8},
-    )
-    for key, seed in sorted(
-        {(r["method"], r["seed"]) for told in runs for r in told["rows"]}, key=lambda r: r[::-1]
-    ):
-        if config := run_config(models.get(key, ROWS[key]), profile, seed):
-            metrics = Pieces(pieces).file(config)
-            if metrics.exists():
-                speed = pd.read_csv(metrics).samples_per_s
-                found.append(
-                    dict(
-                        method=key,
-                        seed=seed,
-                        run=metrics.name.removesuffix(".csv.gz"),
-                        steps=len(speed),
-                        seconds=round((config.batch_size / speed).sum(), 1),
-                    )
-                )
-    of = {(r["method"], r["seed"]): r for r in [*before, *found]}
-    pd.DataFrame([of[k] for k in sorted(of, key=lambda k: k[::-1])]).to_csv(path, index=False)
+    entries = pd.read_csv(path).to_dict("records") if path.exists() else []
+    profile = get_profile(runs[0]["profile"]["name"])
+    pretrained = {row.key: row for row in HP_TABLE8}
+    wanted = {(entry["method"], entry["seed"]) for run in runs for entry in run["rows"]}
+    for key, seed in sorted(wanted):
+        found = training_run(pretrained.get(key, ROWS[key]), seed, profile, Pieces(pieces))
+        if found:
+            entries.append(found)
+    latest = {(entry["seed"], entry["method"]): entry for entry in entries}
+    pd.DataFrame([latest[at] for at in sorted(latest)]).to_csv(path, index=False)
 
 
 def keep_pictures(out: Path) -> set[str]:

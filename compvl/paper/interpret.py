@@ -44,6 +44,7 @@ from .looks import look, short
 from .published import published
 from .rows import ROWS
 from .table_rows import CAE_TABLE1
+from ..plotting import BLUE, TEXTS, VERMILLION, style
 from ..stats import Correlation, Interval, bootstrap, verdict
 from ..text.lexicon import Words
 from ..text.parser import parse_many
