@@ -10,22 +10,25 @@ from pathlib import Path
 from typing import Iterable
 
 import pandas as pd
+
 from .items import FIDELITIES, Benchmark
 from .registry import GROUPS, REGISTRY, Entry, Request, group, locate
 from ..core import CompvlError, pick
 
-from compvl.benchmarks import (  # noqa: F401 (they register their benchmarks)
-    classification,
-    composition,
-    order,
-    replace_swap,
-    retrieval,
-    similarity,
-    synthetic,
-)
-
 # %% auto #0
 __all__ = ['list_benchmarks', 'benchmark_info', 'expand', 'load_benchmark', 'load_benchmarks', 'benchmark_table']
+
+# %% ../../nbs/lib/benchmarks/13_loading.ipynb #b3c4d5e6
+# The order of registration is the order of `list_benchmarks`.
+# isort: off
+from . import replace_swap  # noqa: F401
+from . import composition  # noqa: F401
+from . import order  # noqa: F401
+from . import retrieval  # noqa: F401
+from . import classification  # noqa: F401
+from . import similarity  # noqa: F401
+from . import synthetic  # noqa: F401
+# isort: on
 
 # %% ../../nbs/lib/benchmarks/13_loading.ipynb #e2d8d20c
 def _named(*starts: str) -> tuple[str, ...]:

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from ..core import CompvlError, atomic_write
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+
+from ..core import CompvlError, atomic_write
 
 # %% ../../nbs/lib/train/09_checkpoint.ipynb #0e47cce0
 def lock_folder(folder: Path):

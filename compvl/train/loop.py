@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from tqdm import tqdm
+
 from ..core import environment, runs_dir, write_json
 from ..models.clip import Model
 from ..models.diffusion import Diffusion
@@ -38,7 +40,6 @@ from .optimizer import learning_rate, make_optimizer
 from .run import NOT_IDENTITY, MetricsFile, Run, folder_name, run_identity
 from .setup import make_accelerator, open_parts, plain_clip, set_up_clip
 from .step import Towers, backward_loss
-from tqdm import tqdm
 
 # %% ../../nbs/lib/train/14_loop.ipynb #878f0504
 class Trainer:

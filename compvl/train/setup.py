@@ -13,6 +13,10 @@ from dataclasses import replace
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
+from open_clip.transformer import ResidualAttentionBlock
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from ..core import CompvlError, seed_everything
 from ..data.loading import load_train_data
 from ..models.clip import Model, create_model
@@ -21,9 +25,6 @@ from .config import TrainConfig
 from .lora import add_lora, merge_lora
 from .sds import trainable_layernorms
 from .terms import needed
-from open_clip.transformer import ResidualAttentionBlock
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 # %% ../../nbs/lib/train/13_setup.ipynb #fbcc08cf
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")

@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
+
 from ..core import CompvlError, cores, runs_dir
 from .config import TrainConfig
 from .loop import train
