@@ -19,7 +19,7 @@ from .parser import Object, Relation
 from .reading import Reading
 from .writing import Edit
 
-# %% ../../nbs/lib/text/05g_add.ipynb #942152df
+# %% ../../nbs/lib/text/05g_add.ipynb #1f5a3f21
 # Relations in which an added thing stands to what the caption ends with.
 _SPATIAL = (
     "next to",
@@ -43,6 +43,7 @@ _ADJECTIVES = {
 _RANK = {family: rank for rank, family in enumerate(_ADJECTIVES)}
 _OTHER_RANK = 1.5  # families not listed stand between age and color
 
+# %% ../../nbs/lib/text/05g_add.ipynb #f58f206c
 # Families of adjectives that fit the nouns of a family; '' are nouns that the lexicon lacks.
 _FITTING = {
     "animal": ["size"],
@@ -76,6 +77,7 @@ _FITTING = {
     "reading": ["size", "color"],
 }
 
+# %% ../../nbs/lib/text/05g_add.ipynb #bad79789
 # Families whose nouns may be added.
 _ADDABLE = (
     "animal",
@@ -95,7 +97,7 @@ _ADDABLE = (
 # Families of persons: an animal joins a person.
 _PERSONS = ("person", "people", "role", "general")
 
-# %% ../../nbs/lib/text/05g_add.ipynb #09ca1554
+# %% ../../nbs/lib/text/05g_add.ipynb #61b19e5f
 class _Vocabulary(NamedTuple):
     """The words of a lexicon that may be added."""
 
@@ -132,7 +134,7 @@ def _vocabulary(words: Words) -> _Vocabulary:
         {family: names for family, names in adjectives.items() if names},
     )
 
-
+# %% ../../nbs/lib/text/05g_add.ipynb #0fe0edcc
 def _is_related(reading: Reading, noun: str) -> bool:
     """Whether the caption names what `noun` is, or a hypernym or hyponym of it."""
     words = reading.words

@@ -11,7 +11,7 @@ from .parser import Token
 from .reading import Reading
 from .writing import Edit
 
-# %% ../../nbs/lib/text/05c_agreement.ipynb #166baf78
+# %% ../../nbs/lib/text/05c_agreement.ipynb #bf9f9dfb
 # Determiners of one thing that can be counted.
 COUNTING = frozenset("a an one each every another".split())
 
@@ -34,7 +34,7 @@ def place(reading: Reading, i: int) -> str:
         return place(reading, i - 1)
     return "bare"
 
-
+# %% ../../nbs/lib/text/05c_agreement.ipynb #06594582
 def fits(reading: Reading, i: int, j: int) -> bool:
     """Whether the noun of object `j` may stand in the place of object `i`."""
     wanted = place(reading, i)
@@ -58,7 +58,7 @@ def noun_for(reading: Reading, i: int, j: int) -> str:
         return reading.uncapitalized(o.start, o.end)
     return plural(singular(o.text)) if a else singular(o.text)
 
-# %% ../../nbs/lib/text/05c_agreement.ipynb #72b0ba72
+# %% ../../nbs/lib/text/05c_agreement.ipynb #ee08f523
 _PLURAL_OF = {
     "is": "are",
     "was": "were",
@@ -83,7 +83,7 @@ def _verb(token: Token, several: bool) -> str:
         return token.lemma if form.endswith("s") else form
     return inflect_like(token.lemma, "rides", "VERB") if form == token.lemma else form
 
-
+# %% ../../nbs/lib/text/05c_agreement.ipynb #ce47d56f
 def _agreeing_token(reading: Reading, k: int) -> int | None:
     """Which token of the verb phrase that ends with token `k` shows its number, if any.
 
@@ -119,7 +119,7 @@ def _verbs_of(reading: Reading, i: int) -> list[int]:
             verbs.append(before)
     return [verb for verb in verbs if verb is not None]
 
-
+# %% ../../nbs/lib/text/05c_agreement.ipynb #5bfd11b4
 def verb_edits(reading: Reading, i: int, several: bool) -> list[Edit]:
     """Edits that make the verbs of object `i` agree with several things, or with one.
 

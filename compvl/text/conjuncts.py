@@ -114,7 +114,7 @@ def _joined(phrases: Phrases, k: int) -> _Pair | None:
         return _Pair(inner, z, True)
     return None
 
-# %% ../../nbs/lib/text/08a_conjuncts.ipynb #a97e3c02
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #da9df8c7
 def _is_movable(phrases: Phrases, x: int, z: int) -> bool:
     """Whether noun phrase `z` can be put before *and* as far as its own words go."""
     before = phrases.parsed.objects[x]
@@ -132,7 +132,7 @@ def _is_movable(phrases: Phrases, x: int, z: int) -> bool:
     is_name = behind.text[0].isupper() and not phrases.text.isupper()
     return not is_name or before.text[0].isupper()
 
-
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #96c51690
 def _moving_part(phrases: Phrases, x: int, z: int) -> str:
     """What of noun phrase `x` changes places with `z`.
 
@@ -167,7 +167,7 @@ def _moving_part_after_article(phrases: Phrases, x: int, z: int) -> str:
         return "article" if phrases.parsed.objects[x].det.lower() in ("a", "an") else ""
     return "" if modified_x and not modified_z else "shared"
 
-
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #9fd0532a
 def _adjective_may_reach(phrases: Phrases, x: int, z: int) -> bool:
     """Whether an adjective may be said of both: *red apples and bananas*."""
     if phrases.is_modified(x) == phrases.is_modified(z):
@@ -186,7 +186,7 @@ def _exchange_phrases(phrases: Phrases, x: int, z: int, part: str) -> Exchange:
         return moved._replace(second=with_article)
     return moved
 
-# %% ../../nbs/lib/text/08a_conjuncts.ipynb #129763fa
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #513f1d48
 class _Government(NamedTuple):
     """What governs two noun phrases around *and*."""
 
@@ -205,7 +205,7 @@ def _is_list_verb(phrases: Phrases, governor: Relation) -> bool:
     by_person = subject is None or phrases.family(subject) == "person"
     return verb in _LIST_VERBS_OF_PERSONS and by_person
 
-
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #1c7300bf
 def _may_govern(
     phrases: Phrases,
     governor: Relation,
@@ -233,7 +233,7 @@ def _may_govern(
         return True
     return families == ["clothing", "clothing"]
 
-
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #21be042a
 def _government(phrases: Phrases, pair: _Pair, shared: bool) -> _Government | None:
     """What governs a pair; None if what governs `x` may not govern `z`.
 
@@ -257,7 +257,7 @@ def _government(phrases: Phrases, pair: _Pair, shared: bool) -> _Government | No
         return None
     return _Government(False, None if phrases.is_animate(pair.z) else governor.subject)
 
-# %% ../../nbs/lib/text/08a_conjuncts.ipynb #117fea22
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #4c1e6e24
 _IN_IT = re.compile(r"\s+(?:in|on|inside) it[\s.!]*")
 
 
@@ -298,13 +298,13 @@ def _place_of_both(phrases: Phrases, pair: _Pair, relation: Relation | None, n: 
     place = relation.object
     return place is not None and phrases.family(place) in _HOLDS_ALL and not any(animate)
 
-
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #a40a88b0
 def _are_kin(phrases: Phrases, pair: _Pair) -> bool:
     """Whether two noun phrases are of one family."""
     family = phrases.family(pair.x)
     return family != "" and family == phrases.family(pair.z)
 
-
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #a8a6a530
 def _belongs_to_both(phrases: Phrases, n: int, pair: _Pair, shared: bool) -> bool:
     """Whether what begins with token `n` is said of both of a pair that nothing governs."""
     word = phrases.word(n)
@@ -328,7 +328,7 @@ def _belongs_to_both(phrases: Phrases, n: int, pair: _Pair, shared: bool) -> boo
         return True
     return relation is None or relation.object is None or objects[relation.object].plural
 
-
+# %% ../../nbs/lib/text/08a_conjuncts.ipynb #17ce6ad7
 def _may_stay(phrases: Phrases, pair: _Pair, government: _Government, shared: bool) -> bool:
     """Whether what stands behind a pair may stay there when the two change places."""
     n = phrases.token_behind(pair.z)

@@ -15,7 +15,7 @@ from .operators import Perturbed, Refused
 from .parser import Attribute, Parse
 from .phrases import BACK_REFERENCES, PLACE_PREPOSITIONS, Phrases, edited
 
-# %% ../../nbs/lib/text/08b_coordination.ipynb #675e2c28
+# %% ../../nbs/lib/text/08b_coordination.ipynb #64f17fdd
 # Words before an adjective that may be said of the first one only.
 _DEGREES = frozenset("very bright dark light so quite".split())
 
@@ -57,7 +57,7 @@ def _next_family(phrases: Phrases, adjective: Attribute) -> str | None:
             return phrases.words.family(other.text, "attribute")
     return None
 
-
+# %% ../../nbs/lib/text/08b_coordination.ipynb #fae2faf1
 def swap_adjectives(phrases: Phrases, k: int) -> Exchange | None:
     """The exchange of the adjectives around the *and* that is token `k`; None if not clear."""
     pair = _adjectives_around(phrases, k)
@@ -76,7 +76,7 @@ def swap_adjectives(phrases: Phrases, k: int) -> Exchange | None:
         return None
     return exchange(phrases, (a.start, a.end), (b.start, b.end), "attribute")
 
-# %% ../../nbs/lib/text/08b_coordination.ipynb #297fefa0
+# %% ../../nbs/lib/text/08b_coordination.ipynb #56cf99e9
 # Verbs of a direction: *looking and sitting at a table* is not *sitting and looking at a table*.
 _DIRECTED_VERBS = frozenset(
     """looking staring gazing pointing reaching smiling waiting getting going coming turning looks
@@ -97,7 +97,7 @@ _BREAKS = frozenset(", and that who which as while to but".split())
 _SENTENCE_END = (".", ";", "!")
 _PERSONAL_POSSESSIVES = frozenset(("his", "her", "their"))
 
-
+# %% ../../nbs/lib/text/08b_coordination.ipynb #4fdce8b7
 def _verb_form(phrases: Phrases, k: int) -> str:
     """The form of verb `k`, which verbs joined to it must share; '' if token `k` is no verb."""
     word = phrases.word(k)
@@ -109,7 +109,7 @@ def _verb_form(phrases: Phrases, k: int) -> str:
         return ""
     return next((form for form in ("ing", "s", "ed") if word.endswith(form)), "")
 
-
+# %% ../../nbs/lib/text/08b_coordination.ipynb #e6771596
 def _refers_back(phrases: Phrases, start: int, stop: int) -> bool:
     """Whether tokens `start` to `stop`, the part behind *and*, speak of what stands before it."""
     tokens = phrases.parsed.tokens
@@ -130,7 +130,7 @@ def _verb_phrase_end(phrases: Phrases, k: int) -> int | None:
     stop = next((i for i in range(k + 1, count) if phrases.word(i) in ends), count)
     return stop if phrases.word(stop) in ("", ".", "!") else None
 
-
+# %% ../../nbs/lib/text/08b_coordination.ipynb #e64cc688
 def _is_actor_clear(phrases: Phrases, verbs: list[int], k: int) -> bool:
     """Whether nobody named between the first verb and the *and* at `k` may do the second."""
     tokens = phrases.parsed.tokens
@@ -153,7 +153,7 @@ def _verbs_before(phrases: Phrases, k: int, form: str) -> list[int]:
         return verbs
     return []
 
-
+# %% ../../nbs/lib/text/08b_coordination.ipynb #18d6e288
 def swap_verb_phrases(phrases: Phrases, k: int) -> Exchange | None:
     """The exchange of the verb phrases around the *and* that is token `k`; None if not clear."""
     tokens = phrases.parsed.tokens
@@ -180,7 +180,7 @@ def swap_verb_phrases(phrases: Phrases, k: int) -> Exchange | None:
     before = (tokens[verb].start, tokens[k - 1].end)
     return exchange(phrases, before, (tokens[k + 1].start, end), "relation")
 
-# %% ../../nbs/lib/text/08b_coordination.ipynb #719a072c
+# %% ../../nbs/lib/text/08b_coordination.ipynb #c6e7d7e8
 def _last_word(phrases: Phrases, k: int) -> int:
     """The last token behind `k` that is no punctuation; `k` if there is none."""
     for i in range(len(phrases.lower) - 1, k, -1):
@@ -206,7 +206,7 @@ def _is_clause_pair(phrases: Phrases, x: int, z: int, k: int) -> bool:
         for i, o in enumerate(objects)
     )
 
-
+# %% ../../nbs/lib/text/08b_coordination.ipynb #c3fa7c08
 def swap_clauses(phrases: Phrases, k: int) -> Exchange | None:
     """The exchange of the clauses around the *and* that is token `k`; None if not clear."""
     x = phrases.noun_phrase(0)
@@ -224,7 +224,7 @@ def swap_clauses(phrases: Phrases, k: int) -> Exchange | None:
     before = (phrases.parsed.objects[x].phrase[0], tokens[k - 1].end)
     return exchange(phrases, before, (tokens[k + 1].start, tokens[last].end), "relation")
 
-# %% ../../nbs/lib/text/08b_coordination.ipynb #97ffa002
+# %% ../../nbs/lib/text/08b_coordination.ipynb #fdb533f6
 _AND = re.compile(r"(?<![\w'-])and(?![\w'-])", re.IGNORECASE)
 
 # Phrases with *and* whose order is fixed.
@@ -271,6 +271,7 @@ _FIXED = re.compile(
     re.IGNORECASE,
 )
 
+# %% ../../nbs/lib/text/08b_coordination.ipynb #a2c3d430
 # Kinds of exchanges; the first that is clear is made.
 _SWAPS = (swap_adjectives, swap_verb_phrases, swap_clauses, swap_noun_phrases)
 

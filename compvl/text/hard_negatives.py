@@ -139,7 +139,7 @@ def iterated(times: int, operators: Sequence[str] = OPERATORS) -> Method:
     groups = tuple(ways_of(pick(operator, OPERATORS, "operator")) for operator in operators)
     return Method(groups, groups, "Chen et al., 2025, iterated", times=times)
 
-# %% ../../nbs/lib/text/07b_hard_negatives.ipynb #54dccba5
+# %% ../../nbs/lib/text/07b_hard_negatives.ipynb #20eb7b8b
 def _method(source: str, *ways: tuple[Way, ...], sound=None, last: int = 0) -> Method:
     """A method whose sound form has the same ways if no others are given."""
     return Method(ways, sound or ways, source, last)
@@ -171,7 +171,7 @@ NEGATIVES: dict[str, Method] = {
     "tcl-3": iterated(3),
 }
 
-
+# %% ../../nbs/lib/text/07b_hard_negatives.ipynb #3977e485
 def hard_negative(
     caption: str,
     method: str = "rules",  # one of `NEGATIVES`

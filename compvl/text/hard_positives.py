@@ -65,7 +65,7 @@ def hard_positive(
     words = shipped_words() if words is None else words
     return make(caption, rng, words, parsed or parse(caption))
 
-# %% ../../nbs/lib/text/08e_hard_positives.ipynb #4463eaea
+# %% ../../nbs/lib/text/08e_hard_positives.ipynb #f9fe2f5c
 Record = Mapping | str | None  # a line of a file of hard negatives or hard positives
 
 
@@ -81,7 +81,7 @@ def _draw(records: Sequence[Record], key: str, seed: str) -> Record:
     found = [record for record in records if _has_caption(record, key)]
     return random.Random(seed).choice(found) if found else None
 
-
+# %% ../../nbs/lib/text/08e_hard_positives.ipynb #6106daf6
 def subsample(
     negatives: Mapping[str, Iterable[Record]],  # by kind, such as {'swap': ..., 'replace': ...}
     positives: Mapping[str, Iterable[Record]],  # likewise

@@ -72,7 +72,7 @@ def _canonical(relation: str, words: Words) -> _Canonical:
     other = concept_key(inverse, "relation", words) if inverse else own
     return _Canonical(verb + min(own, other), other < own, False)
 
-# %% ../../nbs/lib/text/05a_meaning.ipynb #b19f6ff7
+# %% ../../nbs/lib/text/05a_meaning.ipynb #e9bfd3fc
 class _Edge(NamedTuple):
     """A relation between two objects (None: unknown), under its canonical name."""
 
@@ -81,7 +81,7 @@ class _Edge(NamedTuple):
     object: int | None
     symmetric: bool
 
-
+# %% ../../nbs/lib/text/05a_meaning.ipynb #ae069d27
 class SceneGraph(NamedTuple):
     """What a caption says of its objects, which are numbered from 0."""
 
@@ -132,7 +132,7 @@ class SceneGraph(NamedTuple):
                 edges.append(_Edge(first, relation.name, second, relation.symmetric))
         return edges
 
-
+# %% ../../nbs/lib/text/05a_meaning.ipynb #eda22e3e
 def _refined(colors: list[tuple], edges: list[_Edge]) -> list[tuple]:
     """The colours of objects, each with those of its neighbours."""
     neighbours = [[] for _ in colors]

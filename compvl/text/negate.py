@@ -16,7 +16,7 @@ from .parser import Attribute, Relation, Token
 from .reading import Reading, is_linked
 from .writing import Edit
 
-# %% ../../nbs/lib/text/07_negate.ipynb #9de1991e
+# %% ../../nbs/lib/text/07_negate.ipynb #e8279b38
 def _is_only_modifier(reading: Reading, attribute: Attribute, following: Token) -> bool:
     """Whether an adjective stands alone before its noun, and nothing is said behind the noun."""
     o = reading.parsed.objects[attribute.object]
@@ -45,7 +45,7 @@ def _moved_behind(reading: Reading, attribute: Attribute, sound: bool) -> Change
     new = reading.text[following.start : o.end] + clause
     return Change(edits, ((attribute.start, o.end),), old, new, sound)
 
-
+# %% ../../nbs/lib/text/07_negate.ipynb #d0b89904
 def _is_pinned(reading: Reading, i: int) -> bool:
     """Whether object `i` stands in a relation or has several attributes."""
     related = any(i in (r.subject, r.object) for r in reading.parsed.relations)

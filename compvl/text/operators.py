@@ -66,7 +66,7 @@ class Refused(CompvlError):
         super().__init__(f"nothing was made of {caption!r}: {reason}" if caption else reason)
         self.reason = reason
 
-# %% ../../nbs/lib/text/05h_operators.ipynb #b484b4ac
+# %% ../../nbs/lib/text/05h_operators.ipynb #6b0bef1c
 _DOUBLED_WORD = re.compile(r"\b(\w+) \1\b", re.IGNORECASE)
 
 
@@ -158,7 +158,7 @@ class Trail:
         exchanged = [_Touched(*_moved(slot, edits, spans), new_group) for slot in slots]
         return (*earlier, *exchanged)
 
-
+# %% ../../nbs/lib/text/05h_operators.ipynb #e610fa64
 def _moved(place: Span, edits: list[Edit], spans: list[Span]) -> Span:
     """Where a span lies after edits, sorted, whose new texts have `spans`.
 
@@ -215,7 +215,7 @@ def first_change(
                 return longer
     return None
 
-# %% ../../nbs/lib/text/05h_operators.ipynb #aad728c9
+# %% ../../nbs/lib/text/05h_operators.ipynb #b252169a
 def refusal_reason(parsed: Parse, operator: str, targets: Sequence[str]) -> str:
     """A short reason why an operator found nothing to change."""
     if len(targets) > 1:
@@ -233,7 +233,7 @@ def refusal_reason(parsed: Parse, operator: str, targets: Sequence[str]) -> str:
     }
     return reasons[operator]
 
-
+# %% ../../nbs/lib/text/05h_operators.ipynb #ee714ae0
 def apply_operator(
     caption: str,
     operator: str,  # one of `OPERATORS`

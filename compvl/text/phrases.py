@@ -49,7 +49,7 @@ _COARSE_FAMILY = {
     "accessory": "clothing",
 }
 
-# %% ../../nbs/lib/text/08_phrases.ipynb #705bcbc9
+# %% ../../nbs/lib/text/08_phrases.ipynb #e73ff41a
 class Phrases:
     """A parsed caption: its words by place, and its noun phrases as far as they reach."""
 
@@ -207,7 +207,7 @@ class Phrases:
                 return a
         return None
 
-
+# %% ../../nbs/lib/text/08_phrases.ipynb #78c2ce58
 def head(o: Object) -> str:
     """The lemma of an object's head noun."""
     return o.lemma.split()[-1]

@@ -42,7 +42,7 @@ _MUTUAL = frozenset(
 # What stands between two objects of a list.
 _LIST_SEPARATOR = re.compile(r"\s*(?:,|(?:,\s*)?and)\s+(?:and\s+)?")
 
-# %% ../../nbs/lib/text/05b_reading.ipynb #dd98a4fb
+# %% ../../nbs/lib/text/05b_reading.ipynb #df94ab69
 class Reading:
     """A parsed caption, with what the operators need to know of it."""
 
@@ -194,7 +194,7 @@ class Reading:
         """What the caption says: equal for two captions of one meaning."""
         return self.graph.meaning(self.words)
 
-
+# %% ../../nbs/lib/text/05b_reading.ipynb #62adc587
 def is_linked(relation: Relation) -> bool:
     """Whether both objects of a relation are known."""
     return relation.subject is not None and relation.object is not None

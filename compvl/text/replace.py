@@ -55,7 +55,7 @@ def replace_objects(reading: Reading, rng: random.Random) -> Iterator[Change]:
             new = plural(noun) if reading.several[i] and not o.plural else noun
             yield replaced(reading, (o.start, o.end), new, i in pinned)
 
-# %% ../../nbs/lib/text/05f_replace.ipynb #04b816c6
+# %% ../../nbs/lib/text/05f_replace.ipynb #1b325528
 # Words for ages that are said of one kind of objects only.
 _AGES_OF_LIFE = ("young", "adult", "teenage", "middle-aged")
 _AGES_OF_THINGS = ("new", "modern")
@@ -87,7 +87,7 @@ def _replaced_number(reading: Reading, attribute: Attribute, new: str) -> Change
                 return None
     return replaced(reading, (start, attribute.end), new, sound=True)
 
-
+# %% ../../nbs/lib/text/05f_replace.ipynb #eaf7d9bd
 def replace_attributes(reading: Reading, rng: random.Random) -> Iterator[Change]:
     """Replacements of one attribute; all are sound."""
     for attribute in shuffled(reading.parsed.attributes, rng):

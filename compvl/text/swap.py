@@ -18,7 +18,7 @@ from .parser import Attribute, Relation
 from .reading import Reading, is_linked
 from .writing import Edit
 
-# %% ../../nbs/lib/text/05e_swap.ipynb #24d06d4a
+# %% ../../nbs/lib/text/05e_swap.ipynb #d6017df9
 def _swapped(values: list, i: int, j: int) -> list:
     """A copy of `values` with elements `i` and `j` exchanged."""
     values = list(values)
@@ -39,7 +39,7 @@ def _attributes_differ(reading: Reading, i: int, j: int) -> bool:
     pairs = product(reading.attributes_of.get(i, ()), reading.attributes_of.get(j, ()))
     return any(excludes(a.text, b.text, "attribute", reading.words) for a, b in pairs)
 
-
+# %% ../../nbs/lib/text/05e_swap.ipynb #490d46b2
 def _exchange_nouns(reading: Reading, i: int, j: int) -> Change | None:
     """The nouns of objects i < j in each other's place; None if that changes no meaning."""
     graph = reading.graph._replace(objects=_swapped(reading.keys, i, j))
@@ -53,7 +53,7 @@ def _exchange_nouns(reading: Reading, i: int, j: int) -> Change | None:
     sound = _turns_relation(reading, i, j) or _attributes_differ(reading, i, j)
     return exchange(reading, first, second, edits, sound)
 
-# %% ../../nbs/lib/text/05e_swap.ipynb #ed84b823
+# %% ../../nbs/lib/text/05e_swap.ipynb #aebbdbb5
 _POSSESSIVES = frozenset("his her its their my our your".split())
 
 
@@ -82,7 +82,7 @@ def _attributes_moved(reading: Reading, i: int, j: int) -> list[tuple[int | None
         moved.append((k, attribute.text))
     return moved
 
-
+# %% ../../nbs/lib/text/05e_swap.ipynb #675a8b0b
 def _verb_number(reading: Reading, i: int) -> bool | None:
     """Whether verbs of object `i` are plural; None for *a group of men*, which takes either."""
     counted_as_one = reading.parsed.objects[i].det.lower() in COUNTING
@@ -130,7 +130,7 @@ def swap_objects(reading: Reading, rng: random.Random) -> Iterator[Change]:
         if change is not None:
             yield change
 
-# %% ../../nbs/lib/text/05e_swap.ipynb #438882fa
+# %% ../../nbs/lib/text/05e_swap.ipynb #4f84bbd0
 def verb_form(reading: Reading, start: int) -> str:
     """The class of words that can stand in the place of the word that starts at a character.
 
@@ -148,7 +148,7 @@ def verb_form(reading: Reading, start: int) -> str:
         return "s"
     return "base" if form == token.lemma else "ed"
 
-
+# %% ../../nbs/lib/text/05e_swap.ipynb #36a32490
 def _position(reading: Reading, attribute: Attribute) -> str:
     """The kind of place in which an attribute stands; only those of one kind change places."""
     if attribute.kind == "count":
@@ -165,7 +165,7 @@ def _exchangeable(reading: Reading, a: Attribute, b: Attribute) -> bool:
         a.object != b.object and _position(reading, a) == _position(reading, b) and len(keys) == 2
     )
 
-
+# %% ../../nbs/lib/text/05e_swap.ipynb #cf4f93a2
 def _texts_swapped(items: Sequence[Attribute | Relation], a, b) -> list[str]:
     """The texts of attributes or relations, with those of `a` and `b` exchanged."""
     i = items.index(a)
@@ -193,7 +193,7 @@ def _exchange_words(reading: Reading, rng: random.Random, attributes) -> Iterato
         sound = sound and not reading.overlap(a.object, b.object)
         yield exchanged(reading, (a.start, a.end), (b.start, b.end), sound)
 
-# %% ../../nbs/lib/text/05e_swap.ipynb #60b95e21
+# %% ../../nbs/lib/text/05e_swap.ipynb #23156a0c
 def _single_things(reading: Reading) -> list[int]:
     """Objects with *a* that can be counted."""
     return [
@@ -224,7 +224,7 @@ def _are_alike(reading: Reading, i: int, j: int) -> bool:
     same_list = j in reading.lists.get(i, ())
     return (same_family or same_list) and not reading.overlap(i, j)
 
-
+# %% ../../nbs/lib/text/05e_swap.ipynb #fd9fe1d0
 def _exchange_numbers(reading: Reading, rng: random.Random, attributes) -> Iterator[Change]:
     """Exchanges of *a* and a number."""
     numbers = [a for a in attributes if _is_plain_number(reading, a)]
@@ -247,7 +247,7 @@ def _exchange_numbers(reading: Reading, rng: random.Random, attributes) -> Itera
         places = sorted([(one.phrase[0], one.end), (number.start, many.end)])
         yield exchange(reading, *places, edits, sound=True)
 
-
+# %% ../../nbs/lib/text/05e_swap.ipynb #a0e96ecc
 def swap_attributes(reading: Reading, rng: random.Random) -> Iterator[Change]:
     """Exchanges of the attributes of two objects."""
     attributes = []
@@ -258,7 +258,7 @@ def swap_attributes(reading: Reading, rng: random.Random) -> Iterator[Change]:
     yield from _exchange_words(reading, rng, attributes)
     yield from _exchange_numbers(reading, rng, attributes)
 
-# %% ../../nbs/lib/text/05e_swap.ipynb #17b143d9
+# %% ../../nbs/lib/text/05e_swap.ipynb #a96c61ca
 def _exchange_relations(reading: Reading, a: Relation, b: Relation) -> Change | None:
     """Two relations in each other's place; None if forms differ, or if no meaning changes."""
     form = verb_form(reading, a.start)
@@ -279,7 +279,7 @@ def _exchange_relations(reading: Reading, a: Relation, b: Relation) -> Change | 
     sound = is_linked(a) and is_linked(b) and excludes(a.text, b.text, "relation", reading.words)
     return exchanged(reading, (a.start, a.end), (b.start, b.end), sound)
 
-
+# %% ../../nbs/lib/text/05e_swap.ipynb #1a092def
 def _turn_round(reading: Reading, i: int, j: int) -> Change | None:
     """Objects i < j of a directed relation in each other's place."""
     if reading.overlap(i, j):
@@ -300,7 +300,7 @@ def _can_be_turned(reading: Reading, link: Relation) -> bool:
         and ends.isdisjoint(reading.measures)
     )
 
-
+# %% ../../nbs/lib/text/05e_swap.ipynb #f0cca968
 def swap_relations(reading: Reading, rng: random.Random) -> Iterator[Change]:
     """Exchanges of two relations, and of the two ends of one."""
     relations = []

@@ -17,7 +17,7 @@ from .parser import Attribute, Object, Parse, Relation
 from .phrases import ANIMATE, WORD, Phrases, edited, head
 from .writing import Edit
 
-# %% ../../nbs/lib/text/08c_synonyms.ipynb #04e9a485
+# %% ../../nbs/lib/text/08c_synonyms.ipynb #f146e7b6
 # Phrases whose words are neither replaced nor moved.
 _FIXED_PHRASES = [
     r"hot dogs?",
@@ -76,7 +76,7 @@ _FIXED_PHRASES = [
 ]
 _FIXED = re.compile(r"\b(?:" + "|".join(_FIXED_PHRASES) + ")", re.IGNORECASE)
 
-
+# %% ../../nbs/lib/text/08c_synonyms.ipynb #48573cea
 class FixedPhrases:
     """The fixed phrases of a caption."""
 
@@ -87,7 +87,7 @@ class FixedPhrases:
         """Whether an object, attribute or relation is part of a fixed phrase."""
         return any(start < item.end and item.start < end for start, end in self.spans)
 
-# %% ../../nbs/lib/text/08c_synonyms.ipynb #85eb87d0
+# %% ../../nbs/lib/text/08c_synonyms.ipynb #ea71ef51
 # Families whose narrow words may be replaced by wider ones.
 _WIDENABLE_FAMILIES = frozenset(
     ("person", "animal", "vehicle", "electronics", "color", "size", "age")
@@ -139,7 +139,7 @@ def is_plain(words: Words, word: str, kind: str) -> bool:
         for concept in words.concepts(word, kind)
     )
 
-
+# %% ../../nbs/lib/text/08c_synonyms.ipynb #a337f76f
 def _differing(old: str, new: str) -> tuple[str, str]:
     """Two phrases without the words with which both begin or end; one word at least is left."""
     a = old.split()
@@ -175,7 +175,7 @@ def _normal(text: str) -> str:
     """Text in lower case with single spaces."""
     return " ".join(text.lower().split())
 
-# %% ../../nbs/lib/text/08c_synonyms.ipynb #3509c9aa
+# %% ../../nbs/lib/text/08c_synonyms.ipynb #662d0e95
 _IN = frozenset(("in", "inside", "within", "inside of"))
 _ON = frozenset(("on", "on top of", "atop"))
 
@@ -208,7 +208,7 @@ _HOVERING = frozenset("over flying hanging hovering soaring flies hangs suspende
 # Particles with which a verb of looking means *gaze*.
 _DIRECTIONS = frozenset("at into out up down over through".split())
 
-
+# %% ../../nbs/lib/text/08c_synonyms.ipynb #bb6c0dc8
 def _preposition_fits(
     phrases: Phrases, relation: Relation, old: str, parts: tuple[str, str]
 ) -> bool | None:
@@ -237,7 +237,7 @@ def _preposition_fits(
         return old.split()[0] in _HOVERING and not (old == "over" and covers)
     return None
 
-
+# %% ../../nbs/lib/text/08c_synonyms.ipynb #f25a68a2
 def _fits(phrases: Phrases, relation: Relation, old: str, new: str) -> bool:
     """Whether `new` may replace the text `old` of a relation, given its subject and object."""
     if relation.object is None:
@@ -257,7 +257,7 @@ def _fits(phrases: Phrases, relation: Relation, old: str, new: str) -> bool:
         return subject is None or phrases.family(subject) in {*ANIMATE, "", "object", "body part"}
     return verb != "gaze" or old.split()[-1] in _DIRECTIONS
 
-# %% ../../nbs/lib/text/08c_synonyms.ipynb #4b216e23
+# %% ../../nbs/lib/text/08c_synonyms.ipynb #36502976
 class _Slot(NamedTuple):
     """A place of a caption, and what may replace it."""
 
@@ -288,7 +288,7 @@ def _relation_synonyms(phrases: Phrases, relation: Relation) -> list[str]:
     synonyms = _synonyms(phrases.words, relation.text, "relation")
     return [new for new in synonyms if _fits(phrases, relation, old, new)]
 
-
+# %% ../../nbs/lib/text/08c_synonyms.ipynb #ac4321f9
 def _slots(phrases: Phrases) -> list[_Slot]:
     """All that may be replaced: objects, then attributes, then relations."""
     parsed = phrases.parsed
