@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+
 from ..core import CompvlError, config_hash, read_json
 from .aligned import SIDES, as_paths, one_line, read_aligned, text_digest
 from .images import ImageCache, ImageFolder, ImageStream, crop_flip

@@ -17,12 +17,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from ..core import CompvlError, atomic_write, cache_dir, config_hash, cores, pick
 from filelock import FileLock
 from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 from tqdm import tqdm
+
+from ..core import CompvlError, atomic_write, cache_dir, config_hash, cores, pick
 
 # %% ../../nbs/lib/data/01_images.ipynb #f47086f1
 def decode(path, size: int) -> torch.Tensor:

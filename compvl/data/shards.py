@@ -17,10 +17,11 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
+
 from ..core import CompvlError, atomic_write, cache_dir, config_hash, read_json, require
 from .aligned import SIDES, as_paths, one_line
 from .captions import CaptionedImages, CaptionTable, ImageOptions, read_sides
-from tqdm import tqdm
 
 # %% ../../nbs/lib/data/04_shards.ipynb #1a1190e7
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp")  # extensions of a sample's image

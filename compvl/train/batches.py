@@ -15,6 +15,9 @@ from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
 from compvl.attribution.replacements import (
     caption_masks,
     perturbed_tokens,
@@ -26,8 +29,6 @@ from ..microworld.vocabulary import microworld_words
 from ..text.parser import parse_many
 from .config import TrainConfig
 from .terms import needed
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 # %% ../../nbs/lib/train/04_batches.ipynb #64900136
 def step_indices(

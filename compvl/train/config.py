@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
 from ..attribution.tokens import ATTRIBUTIONS
 from ..core import CompvlError, pick
 from .terms import TERMS

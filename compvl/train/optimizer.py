@@ -9,9 +9,10 @@ __all__ = ['has_decay', 'make_optimizer', 'learning_rate']
 import math
 
 import torch
+from torch import nn
+
 from ..models.clip import Model
 from .config import TrainConfig
-from torch import nn
 
 # %% ../../nbs/lib/train/06_optimizer.ipynb #d2ba7c91
 def has_decay(name: str, parameter: nn.Parameter) -> bool:

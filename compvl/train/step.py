@@ -12,6 +12,8 @@ from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
+
 from ..attribution.tokens import text_attribution
 from ..losses import count_rows
 from ..models.clip import Model
@@ -19,7 +21,6 @@ from ..models.diffusion import Diffusion
 from .config import TrainConfig
 from .sds import sds_head, sds_loss
 from .terms import Features, active_terms, attributable, needed, total_loss
-from torch import Tensor, nn
 
 # %% ../../nbs/lib/train/07_step.ipynb #cf1a0886
 class Towers(nn.Module):

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from ..attribution.replacements import perturbation_scores
 from ..core import CompvlError, pick
 from compvl.losses import (
@@ -22,7 +24,6 @@ from compvl.losses import (
     hard_negative_loss,
     itc_loss,
 )
-from torch import Tensor
 
 # %% ../../nbs/lib/train/01_terms.ipynb #982e3b35
 @dataclass

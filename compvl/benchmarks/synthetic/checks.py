@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pandas as pd
+
 from ..items import Pair, Triplet, item_images
 from ..registry import REGISTRY, Request
 from ...microworld.oracle import truth

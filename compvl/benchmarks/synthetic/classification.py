@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
+
 from ..items import ClassificationItem
 from ..registry import Loaded, Request, counterpart
 from .filling import fill, scene_stream

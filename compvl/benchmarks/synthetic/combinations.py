@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
+
 from ..items import Triplet
 from ..registry import Loaded, Request, counterpart
 from .filling import fill, scene_stream

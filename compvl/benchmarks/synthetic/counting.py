@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
+
 from ..items import Pair
 from ..registry import Loaded, Request, counterpart
 from .filling import counterpart_family, endless, fill

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+
 from ..items import ImageChoice
 from ..registry import Loaded, Request, counterpart
 from .filling import endless, fill, scene_block, scene_stream
