@@ -81,8 +81,8 @@ def _surroundings() -> str:
     "Hash of what every notebook depends on: code, compute libraries, shipped data."
     code = [
         p
-        for p in Path(compvl.core.__file__).parent.glob("*.py")
-        if p.stem not in ("reproduce", "report", "cli", "_modidx")
+        for p in sorted(Path(compvl.core.__file__).parent.rglob("*.py"))
+        if p.parent.name != "app" and p.stem != "_modidx"
     ]
     data = [
         p for part in ("paper", "microworld") for p in (data_dir() / part).rglob("*") if p.is_file()

@@ -100,11 +100,12 @@ def item_scores(
 @lru_cache
 def _code() -> str:
     "A hash of the code that a score depends on beside weights and items."
-    modules = (
-        find_spec(f"compvl.{m}").origin
-        for m in ("embed", "evaluate", "metrics", "microworld", "models")
-    )
-    return hashlib.sha256(b"".join(Path(m).read_bytes() for m in modules)).hexdigest()
+    package = Path(find_spec("compvl").origin).parent
+    rooms = ("evaluate", "microworld", "models")
+    files = [package / "metrics.py"]
+    for room in rooms:
+        files += sorted((package / room).rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 # %% ../../nbs/lib/evaluate/03_engine.ipynb #f92ce2eb
 def identity(b: Benchmark) -> str:
