@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from compvl.benchmarks.loading import load_benchmark
 from compvl.core import data_dir
 from compvl.evaluate.engine import evaluate

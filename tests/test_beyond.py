@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from compvl.benchmarks.loading import load_benchmark
+from compvl.benchmarks.synthetic import kept_out
 from compvl.core import CompvlError
 from compvl.microworld.datasets import FinetuneSet, PretrainSet
 from compvl.paper.loading import STANDARD, TRIPLET_BENCHMARKS
@@ -17,8 +19,6 @@ from compvl.paper.rows import ROWS
 from compvl.paper.runs import train_config
 from compvl.paper.table_rows import BEYOND, DOSE, HP_TABLE8, TOGETHER, UNSEEN
 from compvl.train.loop import run_name
-
-from compvl.benchmarks.synthetic import kept_out
 
 ROOT = Path(__file__).resolve().parents[1]
 

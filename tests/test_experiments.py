@@ -12,8 +12,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
+
 from compvl.core import CompvlError, notebooks_dir
+from compvl.models import zoo
 from compvl.models.clip import create_model
+from compvl.paper import runs, training
 from compvl.paper.evaluation import results
 from compvl.paper.loading import TRIPLET_BENCHMARKS
 from compvl.paper.profiles import PROFILES, get_profile
@@ -21,11 +26,6 @@ from compvl.paper.rows import ROWS, rows
 from compvl.paper.table_rows import HP_TABLE1, HP_TABLE8
 from compvl.paper.training import SHORT
 from compvl.train.recipes import RECIPES
-from PIL import Image
-from safetensors.torch import load_file
-
-from compvl.models import zoo
-from compvl.paper import runs, training
 
 TRAINING = dict(n_train=16, steps=2, batch_size=8)
 SIZES = dict(n_items=12, n_retrieval=6, n_classification=6, n_kind=2, n_boot=30)

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+
 from compvl.core import CompvlError
 from compvl.models.clip import create_model
 from compvl.train.config import TrainConfig

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+
 from ..core import CompvlError, atomic_write, data_dir, pick, read_json
 from ..microworld.datasets import PretrainSet
 from ..models.scene_network import scene_vocabulary

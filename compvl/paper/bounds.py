@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+
 from ..benchmarks.items import Benchmark
 from ..core import CompvlError
 from ..evaluate.engine import average_parts, averages
@@ -93,7 +94,7 @@ def oracle_scores(benchmark: Benchmark) -> pd.DataFrame:
         rows.append(dict(id=item.id, group=item.group) | scores)
     return pd.DataFrame(rows)
 
-# %% ../../nbs/lib/paper/07_bounds.ipynb #75b7d258
+# %% ../../nbs/lib/paper/07_bounds.ipynb #2bb895c8
 def _chance_rows(benchmark: Benchmark) -> list[tuple]:
     """(benchmark, group, metric, value) of chance on a benchmark and on its groups."""
     name = benchmark.name
@@ -127,7 +128,7 @@ def _chance_figures(benchmarks: Sequence[Benchmark]) -> pd.DataFrame:
             rows.append((average, "macro", metric, mean))
     return pd.DataFrame(rows, columns=["benchmark", "group", "metric", "value"])
 
-
+# %% ../../nbs/lib/paper/07_bounds.ipynb #e9b09cb3
 def _oracle_average(name: str, metric: str, outcomes: list, n_boot: int) -> dict:
     """The oracle's figure of an average of benchmarks."""
     interval = bootstrap([outcome[metric].to_numpy() for outcome in outcomes], n_boot)
@@ -154,7 +155,7 @@ def _oracle_figures(benchmarks: Sequence[Benchmark], n_boot: int) -> tuple[pd.Da
         return pd.DataFrame(columns=["benchmark", "group", "metric", "value"]), scores
     return pd.concat(found, ignore_index=True), scores
 
-
+# %% ../../nbs/lib/paper/07_bounds.ipynb #a5fd5f50
 def bound_figures(
     row: Row, benchmarks: Sequence[Benchmark], profile: Profile
 ) -> tuple[pd.DataFrame, dict]:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METRIC_TITLES', 'ACCURACY', 'MEAN_SCORES', 'ORIGINAL_SCORE', 'SPLIT', 'ZERO_SHOT', 'RETRIEVAL', 'COMPOSITION',
            'WITH_HN', 'COMPOSITION_MEANS', 'ABLATION', 'ABLATION_MEANS', 'SIMILARITY', 'STANDARD_TASKS',
-           'STANDARD_AT_1', 'PAIRS', 'PAIRS_MEAN', 'ARO', 'KINDS', 'Column']
+           'STANDARD_AT_1', 'PAIRS', 'PAIRS_MEAN', 'ARO_COLUMNS', 'KINDS', 'Column']
 
 # %% ../../nbs/lib/paper/03_columns.ipynb #405ffb04
 from typing import NamedTuple
@@ -174,7 +174,7 @@ STANDARD_AT_1 = [STANDARD_TASKS[0], STANDARD_TASKS[2], *STANDARD_TASKS[4:]]
 _PAIR_BENCHMARKS = ("aro", "sugarcrepe", "vl-checklist", "valse")
 PAIRS = [column for column in COMPOSITION if column.benchmark.startswith(_PAIR_BENCHMARKS)]
 PAIRS_MEAN = Column("pairs", "pair benchmarks", "mean", "pairs", "mean", "accuracy")
-ARO = COMPOSITION[:2]
+ARO_COLUMNS = COMPOSITION[:2]
 
 
 def _kind_columns() -> list[Column]:

@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['results', 'row_models', 'learning_curves']
 
-# %% ../../nbs/lib/paper/10d_evaluation.ipynb #2e73c64b
+# %% ../../nbs/lib/paper/10d_evaluation.ipynb #07cfa59f
 import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
+from tqdm import tqdm
+
 from ..benchmarks.items import Benchmark
 from compvl.core import (
     CompvlError,
@@ -29,13 +31,12 @@ from .loading import load
 from .pieces import open_pieces
 from .profiles import Profile
 from .progress import Screen
-from .results import Results
+from .results import Results, derived_figures
 from .rows import Row
-from .runs import finished_run, row_model, run_config, seeds_of
+from .runs import finished_model, row_model, run_config, seeds_of
 from .training import steps_of, train_ahead
-from tqdm import tqdm
 
-# %% ../../nbs/lib/paper/10d_evaluation.ipynb #13e9a17a
+# %% ../../nbs/lib/paper/10d_evaluation.ipynb #89530e9b
 def _bound_table(
     row: Row, seed: int, profile: Profile, benchmarks: Sequence[Benchmark]
 ) -> tuple[pd.DataFrame, dict]:
@@ -53,7 +54,7 @@ def _model_name(row: Row, profile: Profile) -> str:
         return profile.model
     return row.zoo if profile.root else row.base
 
-
+# %% ../../nbs/lib/paper/10d_evaluation.ipynb #480b7d33
 def _evaluate_row(
     row: Row, seed: int, profile: Profile, benchmarks: Sequence[Benchmark], out: Path, on_log
 ) -> tuple[pd.DataFrame, dict]:
@@ -86,7 +87,7 @@ def _runs_folder(out: Path) -> Path:
     """Folder of training runs: `$COMPVL_RUNS`, or else `<out>/runs`."""
     return Path(os.environ.get("COMPVL_RUNS") or out / "runs")
 
-# %% ../../nbs/lib/paper/10d_evaluation.ipynb #fa68268b
+# %% ../../nbs/lib/paper/10d_evaluation.ipynb #5ed00bc4
 def _is_gap(row: Row, profile: Profile, error: Exception) -> bool:
     """Whether an error means that files are missing, and not that the row failed."""
     if not isinstance(error, CompvlError):
@@ -108,7 +109,7 @@ def _write_csv(table: pd.DataFrame, out: Path, name: str):
     with atomic_write(out / "results" / f"{name}.csv") as tmp:
         table.to_csv(tmp, index=False)
 
-
+# %% ../../nbs/lib/paper/10d_evaluation.ipynb #03116d50
 def _evaluate_rows(
     res: Results,
     todo: list[tuple[Row, int]],  # rows and seeds
@@ -144,13 +145,13 @@ def _evaluate_rows(
         res.table = pd.concat([table for table in tables if len(table)], ignore_index=True)
         _write_csv(res.table, out, name)
 
-# %% ../../nbs/lib/paper/10d_evaluation.ipynb #30f8e9bc
+# %% ../../nbs/lib/paper/10d_evaluation.ipynb #6b5c2a80
 def _finish(res: Results, out: Path, name: str):
     """Drop rows of which a seed failed, and add the figures that are derived from others."""
     for key in res.problems:
         res.scores.pop(key, None)
     res.table = res.table[~res.table.method.isin(res.problems)].reset_index(drop=True)
-    derived = res.derived()
+    derived = derived_figures(res)
     if len(derived):
         res.table = pd.concat([res.table, derived], ignore_index=True)
         _write_csv(res.table, out, name)
@@ -270,7 +271,7 @@ def _metrics(row: Row, profile: Profile, seed: int, out: Path) -> pd.DataFrame |
         pieces = open_pieces()
         metrics = pieces.metrics(config) if pieces else None
         if metrics is None:
-            metrics = finished_run(config, _runs_folder(out))[1]
+            metrics = finished_model(config, _runs_folder(out))[1]
         return metrics
     except CompvlError:
         return None

@@ -87,7 +87,7 @@ def column_parts(columns: list[tuple], most: int = MOST_COLUMNS - 1) -> list[lis
             return parts
     return [columns]
 
-# %% ../../nbs/lib/paper/12a_html_tables.ipynb #ca1ca4ed
+# %% ../../nbs/lib/paper/12a_html_tables.ipynb #7e3e1f65
 _STYLE = """<style>
 .compvl table {border-collapse: collapse; font-size: 13px; margin: 0 0 .6em 0}
 .compvl caption {text-align: left; font-weight: bold; font-size: 14px; padding: 3px 0;
@@ -112,7 +112,7 @@ def _head(columns: list[tuple], corner: str) -> str:
         blocks += f'<th colspan="{n}" style="text-align:center">{format_cell(block)}</th>'
     return f"<tr><th></th>{blocks}</tr>{lines}"
 
-
+# %% ../../nbs/lib/paper/12a_html_tables.ipynb #db698ea3
 def _body(frame: pd.DataFrame, decimals: int) -> str:
     """The rows, with a line before each group. Rows are indexed by (group, label)."""
     lines = []
@@ -145,7 +145,7 @@ def _with_levels(frame: pd.DataFrame) -> pd.DataFrame:
         frame.columns = pd.MultiIndex.from_tuples([("", title) for title in frame.columns])
     return frame
 
-
+# %% ../../nbs/lib/paper/12a_html_tables.ipynb #4ccc5b9a
 def html_table(
     frame: pd.DataFrame,  # rows (group, label) or label; columns (block, title) or title
     title: str = "",

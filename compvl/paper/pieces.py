@@ -10,11 +10,12 @@ import os
 from pathlib import Path
 
 import pandas as pd
+
 from ..benchmarks.items import Benchmark
 from ..core import atomic_write, config_hash
 from ..evaluate.embed import Deferred
 from ..evaluate.engine import Kept, identity
-from .runs import config_name, finished_run
+from .runs import config_name, finished_model
 from ..train.config import TrainConfig
 from ..train.matcher import MatcherConfig
 
@@ -35,7 +36,7 @@ class Pieces(Kept):
         """The model of a run, which is trained only when there is something to score."""
 
         def trained():
-            model, metrics = finished_run(config, runs, on_log)
+            model, metrics = finished_model(config, runs, on_log)
             with atomic_write(self.file(config)) as tmp:
                 metrics.to_csv(tmp, index=False)
             return model

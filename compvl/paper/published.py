@@ -7,6 +7,7 @@ __all__ = ['published', 'published_cells']
 
 # %% ../../nbs/lib/paper/02_published.ipynb #87e523ce
 import pandas as pd
+
 from ..core import data_dir, pick, read_csv
 
 # %% ../../nbs/lib/paper/02_published.ipynb #74348f41

@@ -151,7 +151,7 @@ _OTHER_GROUPS = [
     _low_rank(_DAC_SAM, "dac", _NO_BAGS),
 ]
 
-# %% ../../nbs/lib/paper/04_rows.ipynb #96685fc6
+# %% ../../nbs/lib/paper/04_rows.ipynb #e4253097
 W_ATTR = {  # weight of L_attr by attribution, chosen on the validation split in 06_cae
     "attention": 10.0,
     "gradcam": 1.0,
@@ -172,7 +172,7 @@ _CAE_LOOKS = {
 }
 _LOSSES = "attribution losses"
 
-
+# %% ../../nbs/lib/paper/04_rows.ipynb #b5212f18
 def _cae_row(attribution: str) -> Row:
     """CLIP-CAE with one attribution."""
     key = f"cae-{attribution}"
@@ -199,7 +199,7 @@ def _cae_hn_row(attribution: str) -> Row:
         **_CAE_LOOKS[attribution],
     )
 
-
+# %% ../../nbs/lib/paper/04_rows.ipynb #ff622fb1
 _ATTENTION = dict(attribution="attention", w_attr=W_ATTR["attention"])
 _CAE_ROWS = [
     Row(
@@ -270,7 +270,7 @@ _TCL_ROWS = [
     _applied("tcl-mix", "HN, k = 1–3", *_TCL_KINDS, color="#CC79A7", marker="*"),
 ]
 
-# %% ../../nbs/lib/paper/04_rows.ipynb #28fe5f15
+# %% ../../nbs/lib/paper/04_rows.ipynb #29755c9c
 _NO_SHARES = "hard negatives of COCO with another share of rare words are"
 
 
@@ -296,6 +296,8 @@ RARE_ROWS = [
     _rare("hp+hn", "Our HP+HN", 0.6, "#00508a", "D"),
     _rare("hp+hn", "Our HP+HN", 1.0, "#002f55", "D"),
 ]
+
+# %% ../../nbs/lib/paper/04_rows.ipynb #e4e4e1c9
 _ITERATED = dict(
     kinds=(*_TCL_KINDS, "replace", "swap"),
     data_options=dict(source="text", checked=True, rare_share=0.3),

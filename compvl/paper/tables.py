@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+
 from ..core import atomic_write
 from .columns import Column
 from .html_tables import Html, html_table, small
@@ -167,7 +168,7 @@ class Table:
                 tmp.write_text(text, encoding="utf-8")
         return self
 
-# %% ../../nbs/lib/paper/12b_tables.ipynb #d7a8f3be
+# %% ../../nbs/lib/paper/12b_tables.ipynb #750fcffd
 def _measured_cells(summary: pd.DataFrame) -> dict[tuple, dict[str, float]]:
     """{(row key, benchmark, group, metric): {part: figure}} of a summary."""
     figure = ["method", "benchmark", "group", "metric"]
@@ -188,7 +189,7 @@ def _by_row_and_column(values: dict, index_names: list[str]) -> pd.DataFrame:
         columns=pd.MultiIndex.from_tuples(columns),
     )
 
-
+# %% ../../nbs/lib/paper/12b_tables.ipynb #de2ae58c
 def beside(
     summary: pd.DataFrame,  # benchmark, group, method, metric, value, lo, hi; with seeds, seed_lo …
     rows: Sequence,  # objects with `key`, `label`, `group`

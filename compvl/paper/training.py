@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
+
 from ..core import CompvlError, cores
 from .pieces import open_pieces
 from .profiles import Profile
@@ -17,7 +19,6 @@ from .rows import Row
 from .runs import run_config
 from ..train.config import TrainConfig
 from ..train.sweep import sweep
-from tqdm import tqdm
 
 # %% ../../nbs/lib/paper/10c_training.ipynb #819ede7d
 SHORT = 50  # steps below which a run is not worth a process, which takes seconds to start
@@ -34,7 +35,7 @@ def _devices(n: int, steps: int) -> list | None:
     devices = gpus or ["cpu"] * min(4, cores())
     return devices[:n] if min(n, len(devices)) > 1 else None
 
-# %% ../../nbs/lib/paper/10c_training.ipynb #8e8c4b42
+# %% ../../nbs/lib/paper/10c_training.ipynb #8fb187e3
 def steps_of(row: Row, profile: Profile, seed: int) -> int:
     """Steps of a row's training run; 0 where there is none, or where they depend on its data."""
     try:
@@ -56,7 +57,7 @@ def _configs_ahead(todo: Iterable[tuple[Row, int]], profile: Profile) -> dict:
             configs[row.key, seed] = config
     return configs
 
-
+# %% ../../nbs/lib/paper/10c_training.ipynb #135c3035
 def train_ahead(
     todo: Iterable[tuple[Row, int]],  # rows and seeds
     profile: Profile,
