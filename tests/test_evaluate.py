@@ -23,7 +23,7 @@ from compvl.benchmarks.items import (
 from compvl.benchmarks.loading import load_benchmark
 from compvl.benchmarks.replace_swap import read_released_replace
 from compvl.core import CompvlError
-from compvl.evaluate.compare import compare
+from compvl.evaluate.comparisons import compare
 from compvl.evaluate.embed import Embedder
 from compvl.evaluate.engine import COLUMNS, evaluate, item_scores
 from compvl.evaluate.tasks import TASKS, task_of
@@ -655,7 +655,7 @@ def scored_by_all(photos, out, rank):
     found["retrieval"] = (
         ranks.to_csv(),
         dict(embedder.encoded),
-        embedder._images.blocks[0].numpy().tobytes(),
+        embedder.image_store.blocks[0].numpy().tobytes(),
     )
     found["again"] = item_scores(
         Embedder(model, out / "cache", progress=False), benchmarks[2], progress=False

@@ -234,7 +234,8 @@ def evaluate(
     )
     import pandas as pd
     from compvl.core import cache_dir
-    from compvl.evaluate.compare import compare_models, item_table
+    from compvl.evaluate.comparisons import compare_models
+    from compvl.evaluate.failures import item_table
     from compvl.evaluate.engine import evaluate as score
 
     if "RANK" in os.environ:

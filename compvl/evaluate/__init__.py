@@ -8,13 +8,16 @@ __all__ = []
 # %% ../../nbs/lib/evaluate/00_evaluate.ipynb #eval0003
 import lazy_loader
 
-# %% ../../nbs/lib/evaluate/00_evaluate.ipynb #eval0004
+# %% ../../nbs/lib/evaluate/00_evaluate.ipynb #754c4b8a
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "engine": ["Kept", "evaluate", "item_scores"],
+        "engine": ["evaluate", "item_scores"],
+        "kept": ["Kept"],
         "tasks": ["TASKS", "Task", "task_of"],
-        "compare": ["compare", "compare_models", "item_table", "worst"],
-        "embed": ["CrossEmbedder", "Embedder"],
+        "comparisons": ["compare", "compare_models"],
+        "failures": ["item_table", "worst"],
+        "embed": ["Embedder"],
+        "pair_scores": ["CrossEmbedder"],
     },
 )

@@ -16,7 +16,7 @@ import pandas as pd
 
 from ..benchmarks.items import Benchmark
 from ..core import CompvlError
-from ..evaluate.engine import average_parts, averages
+from ..evaluate.averages import average_parts, averages
 from ..evaluate.tasks import TASKS
 from ..metrics import figures, triplet_metrics
 from ..microworld.oracle import truth

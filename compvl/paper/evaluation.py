@@ -23,7 +23,8 @@ from compvl.core import (
     git_commit,
     write_json,
 )
-from ..evaluate.engine import COLUMNS, evaluate, identity
+from ..evaluate.engine import COLUMNS, evaluate
+from ..evaluate.kept import identity
 from ..models.clip import Model
 from .bounds import bound_figures
 from .columns import Column

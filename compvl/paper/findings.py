@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from ..core import CompvlError
-from ..evaluate.engine import AVERAGES
+from ..evaluate.averages import AVERAGES
 from ..evaluate.tasks import task_of
 from .columns import ACCURACY, Column
 from .published import published_cells

@@ -38,7 +38,8 @@ from compvl.attribution.replacements import (
 from ..attribution.tokens import ATTRIBUTIONS, text_attribution
 from ..benchmarks.items import Benchmark, Pair, Triplet
 from ..core import CompvlError, pick
-from ..evaluate.embed import Embedder, inference, scorer_of
+from ..evaluate.embed import Embedder, inference
+from ..evaluate.scorers import scorer_of
 from ..images import StoredImage
 from .looks import look, short
 from .published import published

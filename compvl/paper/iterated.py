@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from ..evaluate.embed import scorer_of
+from ..evaluate.scorers import scorer_of
 from ..microworld.oracle import readable, truth
 from ..microworld.scenes import Scene
 from ..microworld.vocabulary import microworld_words

@@ -13,7 +13,7 @@ from ..benchmarks.items import Benchmark
 from ..benchmarks.loading import expand, load_benchmark
 from ..benchmarks.registry import REGISTRY
 from ..core import CompvlError
-from ..evaluate.engine import AVERAGES, averages
+from ..evaluate.averages import AVERAGES, averages
 from .profiles import Profile
 
 # %% ../../nbs/lib/paper/10a_loading.ipynb #5f94a4b3
