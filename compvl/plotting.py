@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import seaborn as sns
-from .core import atomic_write
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
+
+from .core import atomic_write
 
 # %% ../nbs/lib/07_plotting.ipynb #0fee2fbe
 BLACK = "#000000"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from compvl.benchmarks.loading import load_benchmark
-from compvl.benchmarks.synthetic import kept_out
+from compvl.benchmarks.synthetic.combinations import kept_out
 from compvl.core import CompvlError
 from compvl.microworld.datasets import FinetuneSet, PretrainSet
 from compvl.paper.loading import STANDARD, TRIPLET_BENCHMARKS

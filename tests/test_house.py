@@ -25,7 +25,8 @@ LAYERS = [
     {"benchmarks"},
     {"evaluate", "train"},
     {"paper"},
-    {"app", "__main__"},
+    {"app"},
+    {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 LONGEST = 40

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from ..core import CompvlError
 from torch import Tensor, nn
+
+from ..core import CompvlError
 
 # %% auto #0
 __all__ = ['plain_attention', 'watched', 'as_found', 'relevance', 'wide', 'unit', 'image_features']

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 import torch
+from PIL import Image
+from torch import Tensor
+
 from .attention import as_found
 from compvl.attribution.drawing import (
     CHARACTER_WIDTH,
@@ -35,8 +38,6 @@ from ..models.clip import Model
 from ..text.lexicon import Words
 from ..text.parser import Parse, parse
 from ..text.tokens import token_spans
-from PIL import Image
-from torch import Tensor
 
 # %% auto #0
 __all__ = ['Attribution', 'attribute']

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from .attention import as_found, plain_attention, relevance, unit, watched
-from ..core import CompvlError
-from ..images import open_image
-from ..models.clip import Model
-from ..models.towers import encode_text
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.transformer import VisionTransformer
 from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import CenterCrop
+
+from .attention import as_found, plain_attention, relevance, unit, watched
+from ..core import CompvlError
+from ..images import open_image
+from ..models.clip import Model
+from ..models.towers import encode_text
 
 # %% auto #0
 __all__ = ['open_picture', 'image_map', 'image_attribution']

@@ -11,6 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from .attention import as_found, image_features, unit
 from ..models.towers import encode_text
 from ..text.lexicon import Words, plural
@@ -19,7 +21,6 @@ from ..text.meaning import known_part
 from ..text.parser import Parse, parse_many
 from ..text.tokens import token_masks
 from ..text.writing import Edit, write
-from torch import Tensor
 
 # %% auto #0
 __all__ = ['Replacement', 'replacements', 'Perturbation', 'tokenize_replacements', 'perturbed_tokens', 'perturbation_scores',

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from compvl.attribution.attention import (
     as_found,
     image_features,
@@ -21,7 +23,6 @@ from compvl.attribution.attention import (
 )
 from ..core import CompvlError, pick
 from ..models.towers import TextTower, eot_positions, length_parts, text_tower
-from torch import Tensor, nn
 
 # %% auto #0
 __all__ = ['ATTRIBUTIONS', 'text_attribution']

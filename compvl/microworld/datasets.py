@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import torch
+
 from ..core import CompvlError, pick
 from .captions import Caption, caption
 from .dense_captions import expansion, region_captions

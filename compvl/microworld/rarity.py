@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
+
 from ..core import data_dir
 from .audit import wilson_interval
 from .datasets import FinetuneSet

@@ -12,9 +12,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
+
 from .shapes import SPAN, shape_distances
 from .vocabulary import CONTENT_FIELDS, RELATIONS, lexicon
-from PIL import Image
 
 # %% ../../nbs/lib/microworld/05_render.ipynb #508e03af
 _FIELDS = (*CONTENT_FIELDS, "x", "y", "r")

@@ -8,6 +8,7 @@ __all__ = ['ZIPF_EXPONENTS', 'SHARES_WITHOUT_VALUE', 'RADII', 'zipf_shares', 'va
 
 # %% ../../nbs/lib/microworld/03_sampling.ipynb #52d86560
 import numpy as np
+
 from .vocabulary import CONTENT_FIELDS, RELATIONS, lexicon
 
 # %% ../../nbs/lib/microworld/03_sampling.ipynb #43b9460a

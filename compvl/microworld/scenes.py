@@ -13,6 +13,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
+
 from .render import render
 from .sampling import sample_worlds
 from compvl.microworld.splits import (
@@ -24,7 +26,6 @@ from compvl.microworld.splits import (
     splits_of_codes,
 )
 from .vocabulary import CONTENT_FIELDS, RELATIONS, lexicon
-from PIL import Image
 
 # %% ../../nbs/lib/microworld/06_scenes.ipynb #1454ebda
 class Obj(NamedTuple):

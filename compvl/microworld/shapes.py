@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from .vocabulary import lexicon
 from PIL import Image, ImageDraw
 from scipy.ndimage import distance_transform_edt
+
+from .vocabulary import lexicon
 
 # %% ../../nbs/lib/microworld/04_shapes.ipynb #84639a8e
 class Part(NamedTuple):

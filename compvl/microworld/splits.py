@@ -7,6 +7,7 @@ __all__ = ['SPLITS', 'split_range', 'content_hashes', 'are_kept_out', 'in_split'
 
 # %% ../../nbs/lib/microworld/02_splits.ipynb #bf84dd62
 import numpy as np
+
 from ..core import CompvlError
 from .vocabulary import CONTENT_FIELDS
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from ..core import CompvlError, require
 from .formats import brief
 from .hub import check_hub
@@ -22,7 +24,6 @@ from .pairs import distinct_images, in_batches
 from .releases import ZOO
 from .weights import weights_digest
 from .zoo import weights_folder
-from torch import Tensor
 
 # %% ../../nbs/lib/models/11_blip.ipynb #adc5e178
 @dataclass

@@ -20,15 +20,16 @@ import numpy as np
 import open_clip
 import torch
 import torch.nn.functional as F
+from open_clip.tokenizer import SimpleTokenizer
+from PIL import Image
+from torch import Tensor, nn
+
 from ..core import CompvlError, data_dir, pick
 from .formats import brief, portable_state, write_weights
 from .hub import cached_file, check_hub
 from .layouts import TOKEN_EMBEDDING
 from .towers import encode_text
 from .weights import ACTIVATIONS, activation, fit, read_weights, weights_digest
-from open_clip.tokenizer import SimpleTokenizer
-from PIL import Image
-from torch import Tensor, nn
 
 # %% ../../nbs/lib/models/06_clip.ipynb #fbb13380
 @lru_cache

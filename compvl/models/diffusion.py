@@ -10,9 +10,10 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from ..core import data_dir
 from .scene_network import SceneNetwork, SceneText
-from torch import Tensor, nn
 
 # %% ../../nbs/lib/models/13_diffusion.ipynb #3775cc36
 class _Residual(nn.Module):

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ..core import CompvlError, atomic_write
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from ..core import CompvlError, atomic_write
 
 # %% ../../nbs/lib/models/01_formats.ipynb #2b3bc87b
 def brief(error: Exception, limit: int | None = 120) -> str:

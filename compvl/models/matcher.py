@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import open_clip
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from ..core import data_dir
 from .clip import Model, create_model
 from .pairs import distinct_images, in_batches
 from .scene_network import SceneNetwork, SceneText, scene_tokenizer
 from .wrap import wrap_model
-from torch import Tensor, nn
 
 # %% ../../nbs/lib/models/14_matcher.ipynb #7be84c54
 class Matcher(SceneNetwork):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from ..core import CompvlError
 from torch import Tensor
+
+from ..core import CompvlError
 
 # %% ../../nbs/lib/models/10_pairs.ipynb #45f0dbd3
 @runtime_checkable

@@ -9,6 +9,7 @@ __all__ = ['ZOO', 'ZooEntry', 'zoo_entry']
 from dataclasses import dataclass
 
 import open_clip
+
 from ..downloads import Dataset, File, dataset
 
 # %% ../../nbs/lib/models/08_releases.ipynb #fccdf426

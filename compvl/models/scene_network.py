@@ -11,13 +11,14 @@ from pathlib import Path
 
 import open_clip
 import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
 from ..core import CompvlError
 from ..microworld.vocabulary import lexicon
 from .clip import register_configs
 from .formats import portable_state, read_metadata, write_weights
 from .weights import weights_digest
-from safetensors.torch import load_file
-from torch import Tensor, nn
 
 # %% ../../nbs/lib/models/12_scene_network.ipynb #1c689e6b
 def scene_tokenizer():

@@ -7,6 +7,7 @@ __all__ = ['open_scorer']
 
 # %% ../../nbs/lib/models/15_scorers.ipynb #3f03a5a1
 import torch
+
 from .blip import load_cross_encoder
 from .clip import Model
 from .matcher import MatchingScorer, load_matcher

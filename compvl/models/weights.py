@@ -12,17 +12,18 @@ import warnings
 from pathlib import Path
 
 import torch
+from open_clip.model import convert_to_custom_text_state_dict
+from torch import nn
+
 from ..core import CompvlError, read_json
 from .formats import read_file
 from compvl.models.layouts import (
     from_hugging_face,
     is_hugging_face,
-    merge_lora,
+    merge_lora_state,
     unwrap,
     with_all_words,
 )
-from open_clip.model import convert_to_custom_text_state_dict
-from torch import nn
 
 # %% ../../nbs/lib/models/03_weights.ipynb #51cd9f41
 ACTIVATIONS = ("gelu", "quick_gelu")
@@ -69,7 +70,7 @@ def read_weights(path, lora_alpha: float | None = None) -> tuple[dict, dict]:
     content, metadata = read_file(path)
     state = with_all_words(unwrap(content, path), metadata)
     metadata = _known_activation(state, path) | metadata
-    return from_hugging_face(merge_lora(state, lora_alpha, path)), metadata
+    return from_hugging_face(merge_lora_state(state, lora_alpha, path)), metadata
 
 # %% ../../nbs/lib/models/03_weights.ipynb #a677dc51
 # What code writes beside the weights, now or in an earlier version.

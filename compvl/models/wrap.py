@@ -9,10 +9,11 @@ __all__ = ['WrappedModel', 'wrap_model']
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core import CompvlError
-from .clip import Model
 from torch import nn
 from torchvision import transforms
+
+from ..core import CompvlError
+from .clip import Model
 
 # %% ../../nbs/lib/models/07_wrap.ipynb #7542d0ef
 @dataclass

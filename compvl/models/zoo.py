@@ -14,6 +14,7 @@ from pathlib import Path
 
 import open_clip
 import pandas as pd
+
 from ..core import CompvlError
 from ..downloads import DATASETS
 from .clip import WEIGHTS_SUFFIXES, Model, create_model, register_configs

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+
 from .labels import label_lines
 from .looks import look, short
 from ..plotting import BLUE, GREEN, SKY, VERMILLION, YELLOW, light_grid, style, subplots

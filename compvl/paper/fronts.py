@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import to_rgba
+from matplotlib.lines import Line2D
+
 from .columns import METRIC_TITLES
 from .labels import place_labels
 from .looks import look, short
 from .published import published_cells
 from ..plotting import light_grid, style, subplots
-from matplotlib.colors import to_rgba
-from matplotlib.lines import Line2D
 
 # %% ../../nbs/lib/paper/15_fronts.ipynb #173f9718
 def summary_cell(summary: pd.DataFrame, key: str, benchmark: str, group: str, metric: str):

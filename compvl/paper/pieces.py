@@ -13,8 +13,8 @@ import pandas as pd
 
 from ..benchmarks.items import Benchmark
 from ..core import atomic_write, config_hash
-from ..evaluate.scorers import Deferred
 from ..evaluate.kept import Kept, identity
+from ..evaluate.scorers import Deferred
 from .runs import config_name, finished_model
 from ..train.config import TrainConfig
 from ..train.matcher import MatcherConfig

@@ -15,9 +15,9 @@ import pandas as pd
 
 from ..benchmarks.items import Benchmark
 from ..core import CompvlError, config_hash, git_commit
+from ..evaluate.averages import average_parts, averages
 from ..evaluate.comparisons import macro_groups
 from ..evaluate.engine import COLUMNS
-from ..evaluate.averages import average_parts, averages
 from ..evaluate.tasks import task_of
 from .columns import Column
 from .profiles import Profile

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.colors import to_rgba
+from matplotlib.lines import Line2D
+
 from ..metrics import CHANCE
 from .columns import METRIC_TITLES, Column
 from .fronts import TASKS, error_bar, summary_cell
@@ -18,8 +21,6 @@ from .labels import place_labels
 from .looks import look, short
 from .published import published_cells
 from ..plotting import BLUE, ORANGE, TEXTS, light_grid, style, subplots
-from matplotlib.colors import to_rgba
-from matplotlib.lines import Line2D
 
 # %% ../../nbs/lib/paper/16_shifts.ipynb #bd870660
 def _rows_on_the_left(ax, rows: Sequence):

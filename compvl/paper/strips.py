@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
 from ..images import open_image
 from .looks import short
 from ..plotting import PURPLE, TEXTS, VERMILLION, light_grid, style, subplots

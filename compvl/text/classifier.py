@@ -13,6 +13,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import pandas as pd
+from lemminflect import getAllLemmas
+from scipy.stats import binomtest
+
 from ..core import CompvlError
 from compvl.text.alignment import (
     CARRYING,
@@ -36,8 +39,6 @@ from compvl.text.alignment import (
 )
 from .operators import TARGETS
 from .parser import parse
-from lemminflect import getAllLemmas
-from scipy.stats import binomtest
 
 # %% auto #0
 __all__ = ['EDIT_KINDS', 'gap_kind', 'WordEdit', 'Operators', 'classify', 'operator_shares']

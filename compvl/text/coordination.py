@@ -9,7 +9,7 @@ __all__ = ['swap_adjectives', 'swap_verb_phrases', 'swap_clauses', 'swap_around_
 import random
 import re
 
-from .conjuncts import Exchange, exchange, swap_noun_phrases
+from .conjuncts import Exchange, exchange_conjuncts, swap_noun_phrases
 from .lexicon import Words
 from .operators import Perturbed, Refused
 from .parser import Attribute, Parse
@@ -74,7 +74,7 @@ def swap_adjectives(phrases: Phrases, k: int) -> Exchange | None:
             return None
     if b.kind == "predicate" and phrases.word(phrases.token_to[b.end] + 1) in _COMPLEMENTS:
         return None
-    return exchange(phrases, (a.start, a.end), (b.start, b.end), "attribute")
+    return exchange_conjuncts(phrases, (a.start, a.end), (b.start, b.end), "attribute")
 
 # %% ../../nbs/lib/text/08b_coordination.ipynb #56cf99e9
 # Verbs of a direction: *looking and sitting at a table* is not *sitting and looking at a table*.
@@ -178,7 +178,7 @@ def swap_verb_phrases(phrases: Phrases, k: int) -> Exchange | None:
     )
     end = tokens[k + 1].end if shares_place else tokens[stop - 1].end
     before = (tokens[verb].start, tokens[k - 1].end)
-    return exchange(phrases, before, (tokens[k + 1].start, end), "relation")
+    return exchange_conjuncts(phrases, before, (tokens[k + 1].start, end), "relation")
 
 # %% ../../nbs/lib/text/08b_coordination.ipynb #c6e7d7e8
 def _last_word(phrases: Phrases, k: int) -> int:
@@ -222,7 +222,7 @@ def swap_clauses(phrases: Phrases, k: int) -> Exchange | None:
         return None
     tokens = phrases.parsed.tokens
     before = (phrases.parsed.objects[x].phrase[0], tokens[k - 1].end)
-    return exchange(phrases, before, (tokens[k + 1].start, tokens[last].end), "relation")
+    return exchange_conjuncts(phrases, before, (tokens[k + 1].start, tokens[last].end), "relation")
 
 # %% ../../nbs/lib/text/08b_coordination.ipynb #fdb533f6
 _AND = re.compile(r"(?<![\w'-])and(?![\w'-])", re.IGNORECASE)

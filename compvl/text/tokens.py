@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import ftfy
 import torch
-from ..core import CompvlError
 from open_clip import tokenizer as open_clip_tokenizers
 from torch import Tensor
+
+from ..core import CompvlError
 
 # %% auto #0
 __all__ = ['Origin', 'Span', 'NO_SPAN', 'Cleaned', 'clean_with_spans', 'tokenize_with_spans', 'token_spans', 'span_tokens',

@@ -15,6 +15,8 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from ..core import CompvlError, atomic_write, config_hash, data_dir, runs_dir
 from ..data.loading import load_train_data
 from ..microworld.evaluation_sets import TRIPLETS, triplets
@@ -22,7 +24,6 @@ from ..microworld.render import render
 from ..models.diffusion import Diffusion, denoising_error, load_diffusion
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
 from .steps import Trainee, check_batch, ship_run, train_steps
-from torch import Tensor, nn
 
 # %% ../../nbs/lib/train/11_diffusion.ipynb #72811c9c
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from ..core import CompvlError, config_hash, runs_dir
 from ..data.loading import load_train_data
 from ..models.clip import create_model

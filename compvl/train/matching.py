@@ -10,9 +10,10 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from ..losses import itc_loss
 from ..models.matcher import Matcher
-from torch import Tensor
 
 # %% ../../nbs/lib/train/12_matching.ipynb #02b435c9
 def in_batch_negatives(logits: Tensor, even: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pandas as pd
+
 from ..core import CompvlError, atomic_write, config_hash, read_json
 from ..models.clip import Model, create_model
 

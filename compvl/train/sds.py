@@ -10,8 +10,9 @@ import math
 
 import torch
 import torch.nn.functional as F
-from ..core import CompvlError
 from torch import Tensor, nn
+
+from ..core import CompvlError
 
 # %% ../../nbs/lib/train/14_sds.ipynb #759a8421
 def sds_head(diffusion, width: int) -> nn.Linear:

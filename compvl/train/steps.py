@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from ..core import CompvlError, atomic_write, data_dir, environment, write_json
-from ..models.formats import brief
 from filelock import FileLock
 from tqdm import tqdm
+
+from ..core import CompvlError, atomic_write, data_dir, environment, write_json
+from ..models.formats import brief
 
 # %% ../../nbs/lib/train/10_steps.ipynb #a7163b5a
 @dataclass
