@@ -24,6 +24,9 @@ from pathlib import Path
 
 import nbformat
 import pandas as pd
+from nbdev.clean import nbdev_clean
+from readme import ROOT, write
+
 from compvl.app.reproduction import reads_others, reproduce
 from compvl.core import notebook_number
 from compvl.paper.pieces import Pieces
@@ -31,8 +34,6 @@ from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
 from compvl.paper.runs import run_config
 from compvl.paper.table_rows import HP_TABLE8
-from nbdev.clean import nbdev_clean
-from readme import ROOT, write
 
 NOTEBOOKS = ROOT / "nbs/paper"
 TIMES = ("name", "status", "profile", "commit", "seconds", "peak_mb")

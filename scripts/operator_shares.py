@@ -18,9 +18,9 @@ from collections import Counter
 from pathlib import Path
 
 import pandas as pd
-from compvl.core import data_dir, git_commit
 
 from compvl.benchmarks import load_benchmark, load_benchmarks
+from compvl.core import data_dir, git_commit
 from compvl.text import EDIT_KINDS, classify, operator_shares
 
 TARGET_NAMES = {"obj": "object", "att": "attribute", "rel": "relation"}

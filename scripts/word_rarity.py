@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+
 from compvl.core import data_dir, git_commit
 from compvl.microworld.rarity import rare_words, word_counts
-
 from compvl.text import Refused, hard_negative
 
 

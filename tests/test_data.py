@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from webdataset import ShardWriter, TarWriter
+
 from compvl.core import CompvlError, write_json
+from compvl.data import images as data
 from compvl.data.captions import CocoCaptions
 from compvl.data.images import ImageCache, ImageFolder, decode
 from compvl.data.loading import load_train_data
 from compvl.data.shards import ShardCaptions
 from compvl.train.batches import step_indices
-from PIL import Image
-from webdataset import ShardWriter, TarWriter
-
-from compvl.data import images as data
 
 
 @pytest.fixture

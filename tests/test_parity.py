@@ -5,6 +5,7 @@ Others are the published package clip-benchmark, and HP's released evaluation, t
 
 import pytest
 import torch
+
 from compvl.benchmarks.loading import load_benchmark
 from compvl.evaluate.engine import evaluate, item_scores
 from compvl.metrics import triplet_metrics

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from compvl.core import CompvlError
 from compvl.data.loading import load_train_data
 from compvl.models.clip import create_model

@@ -19,6 +19,10 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
 from compvl.core import CompvlError, data_dir
 from compvl.downloads import DATASETS, status
 from compvl.models.blip import load_cross_encoder
@@ -28,9 +32,6 @@ from compvl.models.releases import ZOO
 from compvl.models.weights import activation, load_weights, read_weights
 from compvl.models.wrap import wrap_model
 from compvl.models.zoo import load_zoo, open_model, zoo_table
-from PIL import Image
-from safetensors.torch import save_file
-from torch import nn
 
 CAPTIONS = [
     "a red star",
