@@ -1,7 +1,9 @@
-"""What must stay as it is while the code changes: run names, drawn data, benchmark items and rewritten captions.
+"""What must stay as it is while the code changes: run names, drawn data, benchmark items and
+rewritten captions.
 
-`golden.json` holds a digest of each. After a deliberate change, write it again with `python tests/test_golden.py`
-and say in the commit what changed: committed runs and kept scores belong to the digests they were made with.
+`golden.json` contains a digest of each. After a deliberate change, write it again with
+`python tests/test_golden.py` and say in the commit what changed: committed runs and kept scores
+belong to the digests that they were made with.
 """
 
 import dataclasses
@@ -11,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from compvl.benchmarks import list_benchmarks, load_benchmark, load_benchmarks
 from compvl.core import CompvlError
+from compvl.microworld import FinetuneSet, PretrainSet
 from compvl.microworld.render import render
 from compvl.microworld.scenes import scenes
 from compvl.microworld.splits import SPLITS
@@ -19,10 +24,6 @@ from compvl.paper.profiles import PROFILES
 from compvl.paper.rows import ROWS
 from compvl.paper.runs import run_config, seeds_of
 from compvl.paper.table_rows import HP_TABLE8
-from compvl.train.matcher import matcher_name
-
-from compvl.benchmarks import list_benchmarks, load_benchmark, load_benchmarks
-from compvl.microworld import FinetuneSet, PretrainSet
 from compvl.text import (
     NEGATIVES,
     POSITIVES,
@@ -34,6 +35,7 @@ from compvl.text import (
     parse,
 )
 from compvl.train import TrainConfig, run_name
+from compvl.train.matcher import matcher_name
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CAPTIONS = [
@@ -105,13 +107,10 @@ def run_names() -> dict:
         for row in [*ROWS.values(), *HP_TABLE8]:
             for seed in sorted({seeds_of(row, profile)[0], seeds_of(row, profile)[-1]}):
                 config = run_config(row, profile, seed)
-                if config is not None:
-                    name = (
-                        run_name(config)
-                        if isinstance(config, TrainConfig)
-                        else matcher_name(config)
-                    )
-                    names[f"{profile.name}/{row.key}/{seed}"] = name
+                if config is None:
+                    continue
+                name_of = run_name if isinstance(config, TrainConfig) else matcher_name
+                names[f"{profile.name}/{row.key}/{seed}"] = name_of(config)
     return names
 
 
@@ -128,7 +127,7 @@ def benchmark_items() -> dict:
 
 
 def drawn() -> dict:
-    """Digests of scenes and pictures, and of a batch of every kind of training data that a row asks for."""
+    """Digests of scenes and pictures, and of a batch of all kinds of training data of the rows."""
     worlds = {split: scenes(split, 64) for split in SPLITS}
     digests = {f"scenes/{split}": digest(world) for split, world in worlds.items()}
     digests["render"] = digest(render(worlds["test"], 48))
@@ -155,7 +154,7 @@ def attempt(function, *args, **kwargs):
 
 
 def rewritten() -> dict:
-    """Digests of what the text pipelines make of annotated COCO captions and of the microworld's own."""
+    """Digests of what the text pipelines make of COCO-like and of the microworld's captions."""
     pairs = [pair for part in load_benchmarks("sugarcrepe", n=20) for pair in part.items]
     captions = CAPTIONS + [pair.caption for pair in pairs[::4]]
     digests = {"parse": digest([parse(caption) for caption in captions])}
@@ -185,13 +184,12 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_golden(part):
     """Every digest is what it was."""
-    expected, found = json.loads(GOLDEN.read_text("utf-8"))[part], PARTS[part]()
-    different = sorted(
-        key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)
-    )
-    assert not different, (
-        f"{part}: {len(different)} of {len(expected)} differ: {', '.join(different[:8])}"
-    )
+    expected = json.loads(GOLDEN.read_text("utf-8"))[part]
+    found = PARTS[part]()
+    keys = sorted(expected.keys() | found.keys())
+    different = [key for key in keys if expected.get(key) != found.get(key)]
+    examples = ", ".join(different[:8])
+    assert not different, f"{part}: {len(different)} of {len(expected)} differ: {examples}"
 
 
 if __name__ == "__main__":
