@@ -215,9 +215,10 @@ def test_interrupt_writes_the_page_and_leaves_no_kernel(tmp_path, jobs):
     notebook(tmp_path, "03_slow", "import time\ntime.sleep(120)")
     notebook(tmp_path, "04_never", "x = 1")
     code = (
-        "import sys\nfrom compvl.app.reproduction import reproduce\n"
-        "from compvl import cli, core, reproduce as module\n"
-        f"module.notebooks_dir = lambda: core.Path({str(tmp_path)!r})\n"
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from compvl.app import cli, reproduction\n"
+        f"reproduction.notebooks_dir = lambda: Path({str(tmp_path)!r})\n"
         f"sys.argv = ['compvl', 'reproduce', '--profile', 'smoke', '--jobs', '{jobs}', '--json', '--out', {str(tmp_path / 'out')!r}]\ncli.main()"
     )
     # a shell starts its background jobs deaf to SIGINT, and their children inherit that

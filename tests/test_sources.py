@@ -12,13 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from compvl.benchmarks import composition as sources
+from compvl.benchmarks import order, retrieval
 from compvl.benchmarks.items import Pair
-from compvl.benchmarks.registry import REGISTRY, Request, locate
+from compvl.benchmarks.loading import REGISTRY
+from compvl.benchmarks.registry import Request, locate
 from compvl.core import CompvlError, write_json
 from compvl.downloads import DATASETS, status
 from compvl.images import image_key, open_image
-
-from compvl.benchmarks import composition as sources
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 
@@ -257,7 +259,7 @@ def test_reorderings_are_those_of_the_authors_code(seed):
         for c in captions
     ]
     assert (
-        sources.shuffle_captions(captions, lambda texts: map(toy_tag, texts), toy_words, seed)
+        order.shuffle_captions(captions, lambda texts: map(toy_tag, texts), toy_words, seed)
         == expected
     )
 
@@ -267,8 +269,8 @@ def captions_of(n):
 
 
 def test_coco_order_from_either_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "spacy_tagger", lambda texts: map(toy_tag, texts))
-    monkeypatch.setattr(sources, "nltk_words", toy_words)
+    monkeypatch.setattr(retrieval, "spacy_tagger", lambda texts: map(toy_tag, texts))
+    monkeypatch.setattr(retrieval, "nltk_words", toy_words)
     write_json(
         tmp_path / "aro/coco_karpathy_test.json",
         [dict(image=f"val2014/{i}.jpg", caption=captions_of(5)) for i in range(2)],
@@ -318,7 +320,7 @@ def test_order_says_which_tool_is_missing(tmp_path, monkeypatch):
     )
     with pytest.raises(CompvlError, match="spacy download en_core_web_sm"):
         load("aro-flickr30k-order", tmp_path)
-    monkeypatch.setattr(sources, "spacy_tagger", lambda texts: map(toy_tag, texts))
+    monkeypatch.setattr(retrieval, "spacy_tagger", lambda texts: map(toy_tag, texts))
 
     def word_tokenize(text):
         raise LookupError("Resource punkt_tab not found.")

@@ -813,7 +813,7 @@ def test_rows_of_the_papers_have_entries(table):
 
 def test_weights_are_found_under_the_root(original, tmp_path, monkeypatch):
     small = dataclasses.replace(ZOO["negclip"], architecture="micro-clip")
-    monkeypatch.setattr("compvl.models.releases.ZOO", {**ZOO, "negclip": small})
+    monkeypatch.setitem(ZOO, "negclip", small)
     monkeypatch.delenv("COMPVL_DATA_ROOT", raising=False)
     with pytest.raises(CompvlError, match="no data root.*1ooVVPxB"):
         load_zoo("negclip", device="cpu")

@@ -10,8 +10,8 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+from .edits import Span
 from .reading import Reading
-from .tokens import Span
 from .writing import Edit
 
 # %% ../../nbs/lib/text/05d_changes.ipynb #f0374ae9

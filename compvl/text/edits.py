@@ -11,8 +11,10 @@ from functools import lru_cache
 
 from ..core import CompvlError
 
+Span = tuple[int, int]  # first character and the one after the last
+
 # %% auto #0
-__all__ = ['replace_substring', 'word_spans', 'agree_article', 'replace_word', 'differing_span', 'Coordination',
+__all__ = ['Span', 'replace_substring', 'word_spans', 'agree_article', 'replace_word', 'differing_span', 'Coordination',
            'parse_coordination']
 
 # %% ../../nbs/lib/text/02_edits.ipynb #76b41042

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..core import CompvlError, pick
 from .changes import Change, exchanged
+from .edits import Span
 from .lexicon import Words
 from .lexicon import words as shipped_words
 from .negate import NEGATION
@@ -20,7 +21,6 @@ from .operators import OPERATORS, Perturbed, Refused, Trail, Way, first_change, 
 from .parser import Parse, parse
 from .reading import Reading
 from .svlc import SVLC, SVLC_SOUND, MaskedLM, svlc_lm
-from .tokens import Span
 
 # %% ../../nbs/lib/text/07b_hard_negatives.ipynb #79fd4135
 def _exchange_spans(

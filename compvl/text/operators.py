@@ -14,13 +14,13 @@ from typing import NamedTuple
 from ..core import CompvlError, pick
 from .add import add_attributes, add_objects, add_relations
 from .changes import Change, shuffled
+from .edits import Span
 from .lexicon import Words
 from .lexicon import words as shipped_words
 from .parser import Parse, parse
 from .reading import Reading
 from .replace import replace_attributes, replace_objects, replace_relations
 from .swap import swap_attributes, swap_objects, swap_relations
-from .tokens import Span
 from .writing import Edit, write
 
 # %% auto #0

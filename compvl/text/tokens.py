@@ -18,10 +18,10 @@ from open_clip import tokenizer as open_clip_tokenizers
 from torch import Tensor
 
 from ..core import CompvlError
+from .edits import Span
 
 # %% auto #0
-__all__ = ['Origin', 'Span', 'NO_SPAN', 'Cleaned', 'clean_with_spans', 'tokenize_with_spans', 'token_spans', 'span_tokens',
-           'token_masks']
+__all__ = ['Origin', 'NO_SPAN', 'Cleaned', 'clean_with_spans', 'tokenize_with_spans', 'token_spans', 'span_tokens', 'token_masks']
 
 # %% ../../nbs/lib/text/03_tokens.ipynb #6b1a8370
 def _repair(text: str) -> str:
@@ -138,7 +138,6 @@ def clean_with_spans(text: str, clean: str = "lower") -> Cleaned:
     )
 
 # %% ../../nbs/lib/text/03_tokens.ipynb #cc16ac9a
-Span = tuple[int, int]
 NO_SPAN = (-1, -1)  # of a token that stands for no visible character
 
 
