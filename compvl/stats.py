@@ -6,7 +6,7 @@
 __all__ = ['Interval', 'resampled_means', 'bootstrap', 'PairedInterval', 'resampled_difference', 'paired_bootstrap',
            'Correlation', 'seed_bootstrap', 'verdict']
 
-# %% ../nbs/lib/02_stats.ipynb #fae161f7
+# %% ../nbs/lib/02_stats.ipynb #52aae6be
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,92 +14,122 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+
 from .core import CompvlError, pick
 
-# %% ../nbs/lib/02_stats.ipynb #0ee0a16c
+# %% ../nbs/lib/02_stats.ipynb #cd387f4d
 class Interval(NamedTuple):
-    "A figure with its bootstrap interval and the number of items behind it."
+    """A figure with its bootstrap interval and the number of items behind it."""
 
     value: float
     lo: float
     hi: float
     n: int
 
-# %% ../nbs/lib/02_stats.ipynb #1bc26516
-def _parts(x) -> list[np.ndarray]:
-    "One array, or several groups of them, as a list of float vectors."
-    many = isinstance(x, (list, tuple)) and len(x) and np.ndim(x[0]) > 0
-    parts = [np.asarray(p, dtype=np.float64).ravel() for p in (x if many else [x])]
-    if not parts or not all(p.size for p in parts):
-        raise CompvlError("there are no items to resample: give at least one item in each group")
-    if any(np.isnan(p).any() for p in parts):
-        raise CompvlError("an item's value is not a number: leave that item out before resampling")
-    return parts
+# %% ../nbs/lib/02_stats.ipynb #6604dd3e
+def _chunks(n_boot: int, width: int, most: int = 2**22):
+    """Sizes of the blocks in which `n_boot` resamples of `width` numbers are drawn."""
+    step = max(1, most // width)
+    for done in range(0, n_boot, step):
+        yield min(step, n_boot - done)
 
-# %% ../nbs/lib/02_stats.ipynb #f1e0f87b
+
 def resampled_means(x, n_boot: int = 1000, rng=0) -> np.ndarray:
-    "Means of `n_boot` resamples (with replacement) of the items of `x`, float64 [n_boot]; exact multinomial draws where values are few."
-    rng, x = np.random.default_rng(rng), np.asarray(x, dtype=np.float64)
+    """Means of `n_boot` resamples, with replacement, of the items of `x` [N]: float64 [n_boot].
+
+    Where values are few, they are drawn as a multinomial over the values, which is exact.
+    """
+    rng = np.random.default_rng(rng)
+    x = np.asarray(x, dtype=np.float64)
     values, counts = np.unique(x, return_counts=True)
     if len(values) == 1:
         return np.full(n_boot, values[0])
     if len(values) == 2:
-        return (
-            values[0]
-            + (values[1] - values[0]) * rng.binomial(x.size, counts[1] / x.size, n_boot) / x.size
-        )
+        low, high = values
+        return low + (high - low) * rng.binomial(x.size, counts[1] / x.size, n_boot) / x.size
     if len(values) * 8 <= x.size or len(values) <= 16:
         return rng.multinomial(x.size, counts / x.size, n_boot) @ values / x.size
-    step = max(1, 2**22 // x.size)
-    return np.concatenate(
-        [
-            x[rng.integers(0, x.size, (min(step, n_boot - i), x.size))].mean(1)
-            for i in range(0, n_boot, step)
-        ]
-    )
+    blocks = []
+    for size in _chunks(n_boot, x.size):
+        blocks.append(x[rng.integers(0, x.size, (size, x.size))].mean(1))
+    return np.concatenate(blocks)
 
-# %% ../nbs/lib/02_stats.ipynb #be6f8091
-def _group_means(parts, n_boot, seed, joint):
-    "Equal-weight means over groups of `n_boot` resamples: each group by itself, or, with `joint`, all items together, so that group sizes vary."
+# %% ../nbs/lib/02_stats.ipynb #5d420906
+def _groups(x) -> list[np.ndarray]:
+    """One array, or a list of arrays by group, as a list of float vectors."""
+    is_grouped = isinstance(x, (list, tuple)) and len(x) and np.ndim(x[0]) > 0
+    groups = [np.asarray(group, dtype=np.float64).ravel() for group in (x if is_grouped else [x])]
+    if not groups or not all(group.size for group in groups):
+        raise CompvlError("there are no items to resample: give at least one item in each group")
+    if any(np.isnan(group).any() for group in groups):
+        raise CompvlError("an item's value is not a number: leave that item out before resampling")
+    return groups
+
+
+def _joint_means(groups: list[np.ndarray], n_boot: int, rng) -> np.ndarray:
+    """Mean over groups in resamples of all items together; an empty group is left out."""
+    values = []
+    counts = []
+    starts = [0]
+    for group in groups:
+        group_values, group_counts = np.unique(group, return_counts=True)
+        values.append(group_values)
+        counts.append(group_counts)
+        starts.append(starts[-1] + len(group_values))
+    values = np.concatenate(values)
+    counts = np.concatenate(counts)
+    starts = starts[:-1]
+    n = counts.sum()
+    blocks = []
+    for size in _chunks(n_boot, len(values)):
+        draws = rng.multinomial(n, counts / n, size)
+        sums = np.add.reduceat(draws * values, starts, axis=1)
+        sizes = np.add.reduceat(draws, starts, axis=1)
+        blocks.append((sums / np.maximum(sizes, 1)).sum(1) / (sizes > 0).sum(1))
+    return np.concatenate(blocks)
+
+
+def _group_means(groups: list[np.ndarray], n_boot: int, seed: int, joint: bool) -> np.ndarray:
+    """Equal-weight means over groups of `n_boot` resamples: float64 [n_boot]."""
     rng = np.random.default_rng(seed)
-    if not joint:
-        return np.mean([resampled_means(p, n_boot, rng) for p in parts], axis=0)
-    cells = [
-        np.unique(p, return_counts=True) for p in parts
-    ]  # the distinct values of each group: all that a resample can draw
-    values, counts = (np.concatenate(c) for c in zip(*cells))
-    starts, n, step = (
-        np.cumsum([0] + [len(v) for v, _ in cells[:-1]]),
-        counts.sum(),
-        max(1, 2**22 // len(values)),
-    )
+    if joint:
+        return _joint_means(groups, n_boot, rng)
+    return np.mean([resampled_means(group, n_boot, rng) for group in groups], axis=0)
 
-    def means(k):
-        draws = rng.multinomial(n, counts / n, k)
-        sums, sizes = (np.add.reduceat(d, starts, axis=1) for d in (draws * values, draws))
-        return (sums / np.maximum(sizes, 1)).sum(1) / (sizes > 0).sum(1)
+# %% ../nbs/lib/02_stats.ipynb #5b1a3532
+def _percentiles(boot: np.ndarray, level: float) -> tuple[float, float]:
+    """Ends of the central interval that contains the share `level` of resampled values."""
+    lo, hi = np.quantile(boot, [(1 - level) / 2, (1 + level) / 2])
+    return float(lo), float(hi)
 
-    return np.concatenate([means(min(step, n_boot - i)) for i in range(0, n_boot, step)])
 
-# %% ../nbs/lib/02_stats.ipynb #273e7671
+def _mean_over_groups(groups: list[np.ndarray]) -> float:
+    return float(np.mean([group.mean() for group in groups]))
+
+
+def _total(groups: list[np.ndarray]) -> int:
+    return sum(group.size for group in groups)
+
+
 def bootstrap(
-    x, n_boot: int = 1000, seed: int = 0, level: float = 0.95, joint: bool = False
+    x,  # bool or float [N], one number per item; or a list of such arrays, one per group
+    n_boot: int = 1000,  # resamples
+    seed: int = 0,
+    level: float = 0.95,  # share of the resampled means between the ends of the interval
+    joint: bool = False,  # resample all groups as one sample, so that their sizes vary
 ) -> Interval:
-    """Mean of the items of `x` with its percentile bootstrap interval.
+    """Mean over items with its percentile bootstrap interval; groups have equal weight.
 
-    `x`: one number an item (bool or float, [N]), or a list of such arrays, one a group, whose means are averaged with equal weight. Groups are
-    resampled independently, as benchmarks of their own; or, with `joint`, as one sample whose groups vary in size, as the classes of a test
-    set (one that a resample leaves empty is left out of its mean). Raises CompvlError on NaN or an empty group."""
-    parts = _parts(x)
-    means = _group_means(parts, n_boot, seed, joint)
-    lo, hi = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(
-        float(np.mean([p.mean() for p in parts])), float(lo), float(hi), sum(p.size for p in parts)
-    )
+    A group that a joint resample leaves empty is left out of its mean. Raises CompvlError for a
+    value that is not a number and for an empty group.
+    """
+    groups = _groups(x)
+    lo, hi = _percentiles(_group_means(groups, n_boot, seed, joint), level)
+    return Interval(_mean_over_groups(groups), lo, hi, _total(groups))
 
-# %% ../nbs/lib/02_stats.ipynb #384c4bd4
+# %% ../nbs/lib/02_stats.ipynb #6761b182
 class PairedInterval(NamedTuple):
-    "A difference with its paired bootstrap interval, two-sided p-value and number of items."
+    """A difference with its paired bootstrap interval, two-sided p-value and number of items."""
 
     value: float
     lo: float
@@ -107,44 +137,53 @@ class PairedInterval(NamedTuple):
     p: float
     n: int
 
-# %% ../nbs/lib/02_stats.ipynb #28494b52
+
 def resampled_difference(boot: np.ndarray, level: float = 0.95) -> tuple[float, float, float]:
-    "(lo, hi, p) of a difference from its resampled values [n_boot]: percentiles, and the two-sided p-value of none, twice the smaller tail with one added to both counts, so never 0."
-    lo, hi = np.quantile(boot, [(1 - level) / 2, (1 + level) / 2])
-    return (
-        float(lo),
-        float(hi),
-        float(min(1.0, 2 * (min((boot <= 0).sum(), (boot >= 0).sum()) + 1) / (len(boot) + 1))),
-    )
+    """(lo, hi, p) of a difference, from its resampled values [n_boot].
 
-# %% ../nbs/lib/02_stats.ipynb #28b36a81
+    The ends are percentiles. `p` is the two-sided p-value of no difference: twice the smaller tail,
+    with one added to both counts, so that it is never 0.
+    """
+    lo, hi = _percentiles(boot, level)
+    tail = min((boot <= 0).sum(), (boot >= 0).sum())
+    p = float(min(1.0, 2 * (tail + 1) / (len(boot) + 1)))
+    return lo, hi, p
+
+# %% ../nbs/lib/02_stats.ipynb #64592e0d
 def paired_bootstrap(
-    a, b, n_boot: int = 10_000, seed: int = 0, level: float = 0.95, joint: bool = False
+    a,  # [N] numbers, or a list of such arrays by group, as in `bootstrap`
+    b,  # the same items in the same order
+    n_boot: int = 10_000,  # resamples
+    seed: int = 0,
+    level: float = 0.95,
+    joint: bool = False,  # as in `bootstrap`
 ) -> PairedInterval:
-    """Difference `b` − `a` of two models' means on the same items, resampling items (so both models together).
+    """Difference `b` − `a` of two models' means on the same items, resampling items.
 
-    `a`, `b`: [N] numbers of the same items in the same order, or lists of such arrays by group (averaged with equal weight; `joint` as in `bootstrap`). `p` as in
-    `resampled_difference`. Raises CompvlError when the numbers of items differ."""
-    a, b = _parts(a), _parts(b)
-    if [p.size for p in a] != [p.size for p in b]:
+    Raises CompvlError where the numbers of items differ.
+    """
+    a = _groups(a)
+    b = _groups(b)
+    sizes_a = [group.size for group in a]
+    sizes_b = [group.size for group in b]
+    if sizes_a != sizes_b:
         raise CompvlError(
-            f"a paired comparison needs the same items, but one side has {[p.size for p in a]} and the other {[p.size for p in b]}: match the items by id first"
+            f"a paired comparison needs the same items, but one side has {sizes_a} and the other "
+            f"{sizes_b}: match the items by id first"
         )
-    d = [q - p for p, q in zip(a, b)]
-    return PairedInterval(
-        float(np.mean([x.mean() for x in d])),
-        *resampled_difference(_group_means(d, n_boot, seed, joint), level),
-        sum(x.size for x in d),
-    )
+    differences = [after - before for before, after in zip(a, b, strict=True)]
+    boot = _group_means(differences, n_boot, seed, joint)
+    value = _mean_over_groups(differences)
+    return PairedInterval(value, *resampled_difference(boot, level), _total(differences))
 
-# %% ../nbs/lib/02_stats.ipynb #7eef659d
+# %% ../nbs/lib/02_stats.ipynb #50f77a34
 @dataclass(frozen=True)
 class Correlation:
-    "Correlation of `x` with `y`, pandas Series of N numbers on the same index, times 100; `kind`: `pearson`, or `spearman` (ranks, ties averaged)."
+    """Correlation of two series, times 100."""
 
-    x: pd.Series
-    y: pd.Series
-    kind: str = "pearson"
+    x: pd.Series  # N numbers
+    y: pd.Series  # N numbers on the same index
+    kind: str = "pearson"  # or 'spearman': of ranks, where ties are averaged
 
     def __len__(self) -> int:
         return len(self.x)
@@ -156,78 +195,84 @@ class Correlation:
     def value(self) -> float:
         return float(self._of(np.arange(len(self))[None])[0])
 
-    def _of(self, picks) -> np.ndarray:
-        "The correlation in each resample: float64 [B] from indices [B, N]; 0 where a resample does not vary."
-        x, y = (np.asarray(v, dtype=np.float64)[picks] for v in (self.x, self.y))
+    def _of(self, picks: np.ndarray) -> np.ndarray:
+        """The correlation of each row of `picks`, int [B, N]: float64 [B]; 0 without variation."""
+        x = np.asarray(self.x, dtype=np.float64)[picks]
+        y = np.asarray(self.y, dtype=np.float64)[picks]
         if pick(self.kind, ("pearson", "spearman"), "correlation") == "spearman":
             from scipy.stats import rankdata  # slow to import, and seldom needed
 
-            x, y = rankdata(x, axis=1), rankdata(y, axis=1)
-        x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
+            x = rankdata(x, axis=1)
+            y = rankdata(y, axis=1)
+        x = x - x.mean(1, keepdims=True)
+        y = y - y.mean(1, keepdims=True)
         norm = np.sqrt((x * x).sum(1) * (y * y).sum(1))
         return 100 * np.divide((x * y).sum(1), norm, out=np.zeros(len(x)), where=norm > 0)
 
     def resampled(self, n_boot: int = 1000, seed: int = 0) -> np.ndarray:
-        "Its value in `n_boot` resamples of the pairs, float64 [n_boot]; two of as many pairs draw the same pairs from the same seed."
-        rng, n = np.random.default_rng(seed), len(self)
-        step = max(1, 2**21 // n)
-        return np.concatenate(
-            [
-                self._of(rng.integers(0, n, (min(step, n_boot - i), n)))
-                for i in range(0, n_boot, step)
-            ]
-        )
+        """Its value in `n_boot` resamples of the pairs, float64 [n_boot].
+
+        Two correlations of as many pairs draw the same pairs from the same seed.
+        """
+        rng = np.random.default_rng(seed)
+        n = len(self)
+        blocks = [self._of(rng.integers(0, n, (size, n))) for size in _chunks(n_boot, n, 2**21)]
+        return np.concatenate(blocks)
 
     def interval(self, n_boot: int = 1000, seed: int = 0, level: float = 0.95) -> Interval:
-        "Value with its percentile bootstrap interval. Raises CompvlError for fewer than three pairs."
+        """Value with its percentile interval. Raises CompvlError for fewer than three pairs."""
         if len(self) < 3:
             raise CompvlError(
                 f"a correlation over {len(self)} pairs says nothing: give at least three"
             )
-        return Interval(
-            self.value,
-            *map(
-                float, np.quantile(self.resampled(n_boot, seed), [(1 - level) / 2, (1 + level) / 2])
-            ),
-            len(self),
-        )
+        return Interval(self.value, *_percentiles(self.resampled(n_boot, seed), level), len(self))
 
-# %% ../nbs/lib/02_stats.ipynb #3bf3471c
+# %% ../nbs/lib/02_stats.ipynb #3aa563fc
 @lru_cache(maxsize=4)
 def _draws(n: int, n_boot: int, seed: int) -> np.ndarray:
-    "How often each of n items is drawn in each resample: float32 [n_boot, n]; counts, which are exact in it as shares would not be."
-    rng = np.random.default_rng([seed, n])
-    return np.stack(
-        [np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(n_boot)]
-    ).astype(np.float32)
+    """How often each of n items is drawn in each resample: float32 [n_boot, n].
 
-# %% ../nbs/lib/02_stats.ipynb #37588987
+    Counts are exact in float32, as shares would not be.
+    """
+    rng = np.random.default_rng([seed, n])
+    counts = [np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(n_boot)]
+    return np.stack(counts).astype(np.float32)
+
+# %% ../nbs/lib/02_stats.ipynb #e7fc8d7d
 def seed_bootstrap(
-    parts: Sequence[np.ndarray],
-    weights: Sequence[float] | None = None,
-    n_boot: int = 1000,
+    parts: Sequence[np.ndarray],  # [seeds, items] each; one row stands for any number of seeds
+    weights: Sequence[float] | None = None,  # of the parts; None: their average
+    n_boot: int = 1000,  # resamples
     seed: int = 0,
 ) -> tuple[float, np.ndarray]:
     """Weighted sum of the parts' means, and its resampled values, float64 [n_boot].
 
-    `parts`: [seeds, items] each; items are resampled within a part, seeds together over all parts. `weights`: default, the parts' average."""
-    parts = [np.atleast_2d(np.asarray(p, dtype=np.float64)) for p in parts]
+    Items are resampled within a part, seeds together over all parts. Raises CompvlError where parts
+    have different numbers of seeds.
+    """
+    parts = [np.atleast_2d(np.asarray(part, dtype=np.float64)) for part in parts]
     weights = weights or [1 / len(parts)] * len(parts)
-    S = max(len(p) for p in parts)
-    picks = np.random.default_rng(seed).multinomial(S, [1 / S] * S, n_boot) / S
+    n_seeds = max(len(part) for part in parts)
+    seeds = np.random.default_rng(seed).multinomial(n_seeds, [1 / n_seeds] * n_seeds, n_boot)
+    seeds = seeds / n_seeds
     boot = np.zeros(n_boot)
-    for k, (w, p) in enumerate(zip(weights, parts)):
-        if len(p) not in (1, S):
+    for k, (weight, part) in enumerate(zip(weights, parts, strict=True)):
+        if len(part) not in (1, n_seeds):
             raise CompvlError(
-                f"{len(p)} seeds stand beside {S}: train the same seeds for both rows, or one."
+                f"{len(part)} seeds stand beside {n_seeds}: train the same seeds for both rows, "
+                "or one."
             )
-        means = _draws(p.shape[1], n_boot, seed + k) @ p.T / p.shape[1]
-        boot += w * ((picks * means).sum(1) if len(p) > 1 else means[:, 0])
-    return float(sum(w * p.mean() for w, p in zip(weights, parts))), boot
+        means = _draws(part.shape[1], n_boot, seed + k) @ part.T / part.shape[1]
+        boot += weight * ((seeds * means).sum(1) if len(part) > 1 else means[:, 0])
+    value = sum(weight * part.mean() for weight, part in zip(weights, parts, strict=True))
+    return float(value), boot
 
-# %% ../nbs/lib/02_stats.ipynb #5bf2c5c6
+# %% ../nbs/lib/02_stats.ipynb #b54651a0
 def verdict(lo: float, hi: float, sign: int) -> str:
-    "reproduced, not reproduced, or undecided, from an interval of the difference and the paper's sign."
+    """'reproduced', 'not reproduced', or 'undecided' where the interval contains zero.
+
+    `lo`, `hi`: ends of the interval of the difference; `sign`: direction in the paper, +1 or −1.
+    """
     if lo <= 0 <= hi:
         return "undecided"
     return "reproduced" if (lo > 0) == (sign > 0) else "not reproduced"

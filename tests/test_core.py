@@ -81,7 +81,7 @@ def test_data_comes_from_checkout_then_package(tmp_path, monkeypatch):
     package = tmp_path / "compvl"
     (package / "_data/paper").mkdir(parents=True)
     (package / "_notebooks").mkdir()
-    monkeypatch.setattr(core, "_package", package)
+    monkeypatch.setattr(core, "_PACKAGE", package)
     monkeypatch.delenv("COMPVL_DATA", raising=False)
     assert (data_dir(), notebooks_dir()) == (package / "_data", package / "_notebooks")
     (tmp_path / "data/paper").mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_commit_marks_changes_and_ignores_other_repositories(tmp_path, monkeypat
         monkeypatch.delenv(name, raising=False)
     package = tmp_path / "compvl"
     package.mkdir()
-    monkeypatch.setattr(core, "_package", package)
+    monkeypatch.setattr(core, "_PACKAGE", package)
     assert git_commit() == "unknown"
     (package / "x.py").write_text("1")
     git("init", "-q")
@@ -113,7 +113,7 @@ def test_commit_marks_changes_and_ignores_other_repositories(tmp_path, monkeypat
     assert len(clean) == 40
     (package / "x.py").write_text("2")
     assert git_commit() == clean + "+dirty"
-    monkeypatch.setattr(core, "_package", package / "site-packages" / "compvl")
+    monkeypatch.setattr(core, "_PACKAGE", package / "site-packages" / "compvl")
     assert git_commit() == "unknown"
 
 
