@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+
+from compvl import core
 from compvl.core import (
     CompvlError,
     atomic_write,
@@ -16,8 +18,6 @@ from compvl.core import (
     read_json,
     write_json,
 )
-
-from compvl import core
 
 
 def _write_many(path, value):

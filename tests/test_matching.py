@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 import torch
+
 from compvl.core import CompvlError
 from compvl.models.matcher import load_matcher
 from compvl.models.scorers import open_scorer

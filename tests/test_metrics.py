@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+
 from compvl.core import CompvlError
 from compvl.metrics import (
     CHANCE,
