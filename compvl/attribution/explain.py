@@ -36,7 +36,8 @@ from .tokens import ATTRIBUTIONS, text_attribution
 from ..core import pick
 from ..models.clip import Model
 from ..text.lexicon import Words
-from ..text.parser import Parse, parse
+from ..text.parsed import Parse
+from ..text.parser import parse
 from ..text.tokens import token_spans
 
 # %% auto #0

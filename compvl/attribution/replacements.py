@@ -18,7 +18,8 @@ from ..models.towers import encode_text
 from ..text.lexicon import Words, plural
 from ..text.lexicon import words as shipped_words
 from ..text.meaning import known_part
-from ..text.parser import Parse, parse_many
+from ..text.parsed import Parse
+from ..text.parser import parse_many
 from ..text.tokens import token_masks
 from ..text.writing import Edit, write
 

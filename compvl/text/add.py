@@ -15,7 +15,7 @@ from .agreement import AUXILIARIES, place, verb_edits
 from .changes import Change, draw_common, shuffled
 from .edits import agree_article
 from .lexicon import Words, countability, plural, singular
-from .parser import Object, Relation
+from .parsed import Object, Relation
 from .reading import Reading
 from .writing import Edit
 

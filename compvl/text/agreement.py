@@ -7,7 +7,7 @@ __all__ = ['COUNTING', 'AUXILIARIES', 'place', 'fits', 'noun_for', 'verb_edits']
 
 # %% ../../nbs/lib/text/05c_agreement.ipynb #3cb241eb
 from .lexicon import countability, inflect_like, plural, singular
-from .parser import Token
+from .parsed import Token
 from .reading import Reading
 from .writing import Edit
 

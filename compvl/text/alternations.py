@@ -11,7 +11,7 @@ import re
 
 from .lexicon import Words, lemma
 from .operators import Perturbed, Refused
-from .parser import Attribute, Object, Parse, Relation
+from .parsed import Attribute, Object, Parse, Relation
 from compvl.text.phrases import (
     PICTURES,
     PLACE_PREPOSITIONS,

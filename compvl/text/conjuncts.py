@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from .lexicon import lemma
-from .parser import Relation
+from .parsed import Relation
 from .phrases import PICTURES, PLACE_PREPOSITIONS, Phrases, head, within_sentence
 from .writing import Edit
 

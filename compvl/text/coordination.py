@@ -12,7 +12,7 @@ import re
 from .conjuncts import Exchange, exchange_conjuncts, swap_noun_phrases
 from .lexicon import Words
 from .operators import Perturbed, Refused
-from .parser import Attribute, Parse
+from .parsed import Attribute, Parse
 from .phrases import BACK_REFERENCES, PLACE_PREPOSITIONS, Phrases, edited
 
 # %% ../../nbs/lib/text/08b_coordination.ipynb #64f17fdd

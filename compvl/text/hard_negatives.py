@@ -18,7 +18,8 @@ from .lexicon import Words
 from .lexicon import words as shipped_words
 from .negate import NEGATION
 from .operators import OPERATORS, Perturbed, Refused, Trail, Way, first_change, ways_of
-from .parser import Parse, parse
+from .parsed import Parse
+from .parser import parse
 from .reading import Reading
 from .svlc import SVLC, SVLC_SOUND, MaskedLM, svlc_lm
 

@@ -16,7 +16,8 @@ from .coordination import swap_around_and
 from .lexicon import Words
 from .lexicon import words as shipped_words
 from .operators import Perturbed, Refused
-from .parser import Parse, parse
+from .parsed import Parse
+from .parser import parse
 from .synonyms import replace_by_synonym
 
 # %% ../../nbs/lib/text/08e_hard_positives.ipynb #53eae149

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from .changes import Change
 from .lexicon import inflect_like
 from .operators import Way
-from .parser import Attribute, Relation, Token
+from .parsed import Attribute, Relation, Token
 from .reading import Reading, is_linked
 from .writing import Edit
 

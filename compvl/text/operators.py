@@ -17,7 +17,8 @@ from .changes import Change, shuffled
 from .edits import Span
 from .lexicon import Words
 from .lexicon import words as shipped_words
-from .parser import Parse, parse
+from .parsed import Parse
+from .parser import parse
 from .reading import Reading
 from .replace import replace_attributes, replace_objects, replace_relations
 from .swap import swap_attributes, swap_objects, swap_relations

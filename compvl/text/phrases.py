@@ -10,7 +10,7 @@ import re
 
 from .lexicon import Words, is_plural, plural
 from .operators import Perturbed, Step
-from .parser import Attribute, Object, Parse, Relation
+from .parsed import Attribute, Object, Parse, Relation
 from .writing import Edit, write
 
 # %% ../../nbs/lib/text/08_phrases.ipynb #7dbd7d99

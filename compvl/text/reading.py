@@ -12,7 +12,7 @@ from functools import cached_property
 from .lexicon import Words, singular
 from .lexicon import words as shipped_words
 from .meaning import SceneGraph, concept_key, known_part
-from .parser import Attribute, Parse, Relation
+from .parsed import Attribute, Parse, Relation
 from .writing import opens_sentence
 
 # %% ../../nbs/lib/text/05b_reading.ipynb #714e5d8d

@@ -13,7 +13,7 @@ from .changes import Change, draw_common, replaced, shuffled
 from .edits import agree_article
 from .lexicon import plural, singular
 from .meaning import known_part
-from .parser import Attribute, Relation
+from .parsed import Attribute, Relation
 from .reading import Reading, is_linked
 
 # %% ../../nbs/lib/text/05f_replace.ipynb #03795be3

@@ -16,7 +16,8 @@ from .lexicon import Words, singular
 from .lexicon import words as shipped_words
 from .meaning import excludes
 from .operators import WAYS, Perturbed, Refused, Trail, Way, ways_of
-from .parser import Parse, Token, parse
+from .parsed import Parse, Token
+from .parser import parse
 from .reading import Reading
 from .writing import Edit, write
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .lexicon import Concept, Words, lemma
 from .operators import Perturbed, Refused
-from .parser import Attribute, Object, Parse, Relation
+from .parsed import Attribute, Object, Parse, Relation
 from .phrases import ANIMATE, WORD, Phrases, edited, head
 from .writing import Edit
 
