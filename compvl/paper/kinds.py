@@ -95,7 +95,7 @@ def _by_kind(attribution: Tensor, masks: dict[str, Tensor], **columns) -> pd.Dat
         columns[kind] = mean.double().numpy()
     return pd.DataFrame(columns)
 
-# %% ../../nbs/lib/paper/19a_kinds.ipynb #b3a8c3fa
+# %% ../../nbs/lib/paper/19a_kinds.ipynb #5d3d3488
 def kind_attributions(
     model,  # stays on its device and is left as found
     images: Sequence,  # of each caption: a path, PIL image, scene, or an item's image
@@ -104,6 +104,7 @@ def kind_attributions(
     draws: int | None = 1,  # of perturbation, as in `replacements`
     words: Words | None = None,  # likewise
     seed: int | str = 0,  # likewise
+    *,
     batch_size: int = 256,  # captions at a time
     progress: bool = False,
 ) -> pd.DataFrame:
