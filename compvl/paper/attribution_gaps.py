@@ -23,7 +23,7 @@ from .published import published
 from ..plotting import style, subplots
 from ..stats import bootstrap, verdict
 
-# %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #abd1500b
+# %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #4dc72a39
 ATTRIBUTION_TITLES = dict(
     attention="Attention", gradcam="GradCAM", perturbation="Perturbation", gradient="Gradient"
 )
@@ -39,7 +39,7 @@ def _offsets(n: int, width: float = 0.8) -> np.ndarray:
     """Where n violins lie around the tick of their model."""
     return (np.arange(n) - (n - 1) / 2) * width / n
 
-
+# %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #d8271dd9
 def _violins(ax, table: pd.DataFrame, labels: Sequence[str], kinds: Sequence[str]):
     """Violins of one method, the middle half as a bar and the mean as a dot."""
     sns.violinplot(
@@ -137,7 +137,7 @@ def _quotient(
         quotients.append(np.nanmean(a[drawn]) / np.nanmean(b[drawn]))
     return np.nanmean(a) / np.nanmean(b), *np.quantile(quotients, [0.025, 0.975])
 
-# %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #3f740c35
+# %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #258a3a81
 _BAR = 0.36  # width
 _HOLLOW = dict(marker="D", mfc="white", mew=1.6, ms=6)
 
@@ -163,7 +163,7 @@ def _draw_quotient(ax, table: pd.DataFrame, number: int, label: str, theirs: pd.
     if theirs is not None:
         ax.plot(number + 0.22, theirs.relation / theirs.object, ls="", mec="#333333", **_HOLLOW)
 
-
+# %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #21f6c936
 def attribution_gap(
     tables: Mapping[str, pd.DataFrame],  # model's label -> `kind_attributions`
     method: str = "gradcam",

@@ -83,7 +83,7 @@ def insensitivity(moved, apart, n_boot: int = 1000) -> Figure:
     quotient = ratio(moved, apart, n_boot)
     return Figure(1 - quotient.value, 1 - quotient.boot)
 
-# %% ../../nbs/lib/paper/20g_blindness.ipynb #ab8338e6
+# %% ../../nbs/lib/paper/20g_blindness.ipynb #9103e2c4
 _FIGURES = dict(share="equivalent share (accuracy)", insensitivity="insensitivity (text features)")
 _OPTIMAL = dict(color=GREEN, ls="--")
 _PSEUDO = dict(color=VERMILLION, ls="--")
@@ -127,7 +127,7 @@ def _blindness_legend(rows: Sequence) -> list[Line2D]:
     handles.append(Line2D([], [], label="pseudo-optimal", **_PSEUDO))
     return handles
 
-
+# %% ../../nbs/lib/paper/20g_blindness.ipynb #46ab9c2f
 def blindness_marks(
     table: pd.DataFrame,  # columns benchmark, method (row key), figure, value, lo, hi
     rows: Sequence,  # with `key` and `label`

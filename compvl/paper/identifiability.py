@@ -18,7 +18,7 @@ from .causal_model import SCM, CausalConfig
 from .causal_towers import train_towers
 from ..plotting import BLUE, GREEN, ORANGE, style, subplots
 
-# %% ../../nbs/lib/paper/20e_identifiability.ipynb #2fd4dcee
+# %% ../../nbs/lib/paper/20e_identifiability.ipynb #b9dbd18a
 _WIDTHS = (1, 4, 16)  # of the Gaussian kernel, times the median of the squared distances
 _RIDGES = (1e-4, 1e-2, 1.0, 100.0)
 
@@ -48,7 +48,7 @@ def _choose(squared: Tensor, median: Tensor, block: Tensor) -> tuple[float, floa
     _, width, ridge = min(errors)
     return width, ridge
 
-
+# %% ../../nbs/lib/paper/20e_identifiability.ipynb #97f6f778
 def recovered(
     features: Tensor,  # [n, D]
     block: Tensor,  # [n, k]

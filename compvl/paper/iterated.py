@@ -122,7 +122,7 @@ def harden(
     loss = np.logaddexp(0, -float(model.logit_scale.detach()) * margin)
     return table.assign(s_c=s_c, s_n=s_n, margin=margin, hard=margin <= 0, loss=loss)
 
-# %% ../../nbs/lib/paper/21a_iterated.ipynb #96b42321
+# %% ../../nbs/lib/paper/21a_iterated.ipynb #22cf5d20
 FEWEST = 20  # negatives for which a mean is drawn or a difference reported
 MEASURES = dict(
     hard="negatives ranked above the caption (%)",
@@ -147,7 +147,7 @@ def _means(hardened: pd.DataFrame, n_boot: int) -> dict[str, float]:
             found[measure + name] = _in_percent(measure) * value
     return found
 
-
+# %% ../../nbs/lib/paper/21a_iterated.ipynb #a373af29
 def by_times(
     operated: pd.DataFrame,  # from `operate`
     hardened: pd.DataFrame | None = None,  # from `harden`
@@ -205,7 +205,7 @@ def next_application(hardened: pd.DataFrame, n_boot: int = 1000) -> pd.DataFrame
                 rows.append((name, k, measure, len(both), *means, diff, *interval))
     return pd.DataFrame(rows, columns=_STEP_COLUMNS)
 
-# %% ../../nbs/lib/paper/21a_iterated.ipynb #50245fac
+# %% ../../nbs/lib/paper/21a_iterated.ipynb #48a4ed80
 _CHAIN_LOOKS = {
     "SWAP": Look(BLUE, "o"),
     "REPLACE": Look(ORANGE, "s"),
@@ -235,7 +235,7 @@ def _draw_hardness(ax, line: pd.DataFrame, measure: str, label: str, number: int
         label=short(label),
     )
 
-
+# %% ../../nbs/lib/paper/21a_iterated.ipynb #cbaa7321
 def hardness_curves(
     lines: Mapping[str, pd.DataFrame],  # label -> rows of `by_times`, of one chain each
     measures: Sequence[str] = tuple(MEASURES),

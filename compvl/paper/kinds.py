@@ -95,7 +95,7 @@ def _by_kind(attribution: Tensor, masks: dict[str, Tensor], **columns) -> pd.Dat
         columns[kind] = mean.double().numpy()
     return pd.DataFrame(columns)
 
-# %% ../../nbs/lib/paper/19a_kinds.ipynb #5d3d3488
+# %% ../../nbs/lib/paper/19a_kinds.ipynb #356d0b86
 def kind_attributions(
     model,  # stays on its device and is left as found
     images: Sequence,  # of each caption: a path, PIL image, scene, or an item's image
@@ -116,7 +116,6 @@ def kind_attributions(
     encoded once. Raises CompvlError for lists of unequal length, an image that cannot be read, and
     a model that is not supported (it says what is needed).
     """
-    # Longer than 40 lines: one pass over the captions for all methods, with many arguments.
     methods = [methods] if isinstance(methods, str) else list(methods)
     images = list(images)
     captions = list(captions)

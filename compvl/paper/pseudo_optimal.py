@@ -62,7 +62,7 @@ class Pseudo:
         is_blind = support.position(t[:, :5]) < self.share
         return torch.where(is_blind[:, None], self._mix(read, blind), read)
 
-# %% ../../nbs/lib/paper/20f_pseudo_optimal.ipynb #7cf60fe3
+# %% ../../nbs/lib/paper/20f_pseudo_optimal.ipynb #ef4d58a5
 METRICS = {
     "loss": "training loss",
     "accuracy": "accuracy, strict (%)",
@@ -97,7 +97,7 @@ def _measure(towers: CausalTowers, share: float, degree: float) -> dict[str, Ten
         apart=(captions - captions.roll(1, 0)).norm(dim=1),
     )
 
-
+# %% ../../nbs/lib/paper/20f_pseudo_optimal.ipynb #4861ea67
 def measure(
     labs: Sequence[CausalTowers],  # towers of several seeds on one kind of support
     share: float = 0.0,  # as for `Pseudo`
@@ -174,7 +174,7 @@ def family(
         measured[operator, dial, alpha] = measure(labs, *at)
     return measured_table(measured, ["operator", "dial", "alpha"], n_boot)
 
-# %% ../../nbs/lib/paper/20f_pseudo_optimal.ipynb #b61f9b1b
+# %% ../../nbs/lib/paper/20f_pseudo_optimal.ipynb #6513e2dc
 _OPERATOR_COLORS = dict(SWAP=BLUE, REPLACE=VERMILLION, ADD=GREEN)
 _SHARE = "α: share of captions it is blind on"
 _PANELS = (  # dial, metric, title, label of the x axis
@@ -203,7 +203,7 @@ def _family_legend() -> list[Line2D]:
         Line2D([], [], color="#555555", ls=":", lw=1, label="chance"),
     ]
 
-
+# %% ../../nbs/lib/paper/20f_pseudo_optimal.ipynb #62512fe0
 def family_curves(table: pd.DataFrame):
     """Loss, accuracy and margin along both families, from rows of `family`. Returns the figure."""
     with style():

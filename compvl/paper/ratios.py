@@ -38,7 +38,7 @@ def attribution_ratio(
         values = np.where(is_perturbation, (a - b) / np.hypot(a, b), a / b)
     return pd.Series(values, index=attributions.index)
 
-# %% ../../nbs/lib/paper/19c_ratios.ipynb #e10a43fd
+# %% ../../nbs/lib/paper/19c_ratios.ipynb #94488fba
 def _one_method(attributions, correct, over, of) -> tuple[pd.Series, pd.Series, str]:
     """Ratio and correctness of the items that have a ratio, and the ratio's name."""
     methods = attributions.method.unique()
@@ -66,7 +66,7 @@ def _one_method(attributions, correct, over, of) -> tuple[pd.Series, pd.Series, 
     measure = f"({of} − {over}) / their norm" if is_perturbation else f"{of} / {over}"
     return ratio, pd.Series(is_right, index=ratio.index), measure
 
-
+# %% ../../nbs/lib/paper/19c_ratios.ipynb #e6aff2e0
 def by_ratio(
     attributions: pd.DataFrame,  # rows of one method from `kind_attributions`
     correct,  # bool [N], by item number
@@ -109,7 +109,7 @@ def ratio_effect(
     ratio, is_right, _ = _one_method(attributions, correct, over, of)
     return Correlation(ratio, is_right.astype(float), "spearman").interval(n_boot, seed)
 
-# %% ../../nbs/lib/paper/19c_ratios.ipynb #5421e2ce
+# %% ../../nbs/lib/paper/19c_ratios.ipynb #ac09e0c2
 _TICKS = {"0": 0, "⅛": 1 / 8, "¼": 1 / 4, "½": 1 / 2, "1": 1, "2": 2, "4": 4, "8": 8, "∞": np.inf}
 
 
@@ -146,7 +146,7 @@ def _draw_curve(ax, table: pd.DataFrame, is_quotient: bool, color: str, marker: 
         elinewidth=1.2,
     )
 
-
+# %% ../../nbs/lib/paper/19c_ratios.ipynb #e7260ef7
 def ratio_curves(
     curves: Mapping,  # label -> `by_ratio`; for several panels, title -> such a mapping
     chance: float = 50.0,  # percent, a dotted line

@@ -66,7 +66,7 @@ def diminishing(res: Results, keys: Sequence[str], columns: Iterable[Column]) ->
             rows.append((claim, first, second, change, lo, hi, np.nan, outcome))
     return pd.DataFrame(rows, columns=_CLAIM_COLUMNS)
 
-# %% ../../nbs/lib/paper/21b_returns.ipynb #8fe15db9
+# %% ../../nbs/lib/paper/21b_returns.ipynb #8b2daf0c
 _WIDTH = 4  # panels in a line
 
 
@@ -95,7 +95,7 @@ def _draw_gain(ax, column: Column, changes: dict[str, dict], place: dict, path: 
     title = f"{column.block}\n{column.title}" if column.title else column.block
     ax.set_title(title, fontsize=9)
 
-
+# %% ../../nbs/lib/paper/21b_returns.ipynb #52cf75e2
 def gain_curves(
     res: Results,
     path: Sequence[str],  # row keys for k = 0, 1, 2, …
