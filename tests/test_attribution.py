@@ -13,6 +13,8 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from compvl.attribution.explain import Attribution, attribute
 from compvl.attribution.image_map import image_attribution, image_map
 from compvl.attribution.replacements import (
@@ -30,7 +32,6 @@ from compvl.microworld.scenes import scenes
 from compvl.microworld.vocabulary import lexicon, microworld_words
 from compvl.models.clip import create_model
 from compvl.models.towers import eot_positions
-from torch import nn
 
 BY_PASS = [method for method in ATTRIBUTIONS if method != "perturbation"]
 SOT = 18

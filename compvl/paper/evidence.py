@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
 from ..core import CompvlError, data_dir, notebook_number, pick, read_csv, read_json
 from .profiles import PROFILES
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+
 from ..core import CompvlError
 from ..evaluate.averages import AVERAGES
 from ..evaluate.tasks import task_of

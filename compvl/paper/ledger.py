@@ -12,12 +12,13 @@ from collections.abc import Iterable
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.lines import Line2D
+
 from ..core import notebook_number
 from .evidence import PIECE, VERDICTS, Store
 from .profiles import PROFILES
 from .statements import CLAIMS, Statement, join
 from ..plotting import GREEN, VERMILLION, style
-from matplotlib.lines import Line2D
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #fc182a41
 def _said(v: float, unit: str = "points") -> str:

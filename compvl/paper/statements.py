@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
+
 from ..core import CompvlError, pick
 from compvl.paper.columns import (
     ACCURACY,
