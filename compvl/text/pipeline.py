@@ -32,10 +32,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core import CompvlError, config_hash, cores, data_dir, pick, read_json, write_json
 from filelock import FileLock, Timeout
 
 from .. import __version__
+from ..core import CompvlError, config_hash, cores, data_dir, pick, read_json, write_json
 
 # %% auto #0
 __all__ = ['CAPTION_KEYS', 'OUTPUT_KINDS', 'CHUNK', 'SAMPLE', 'LM_METHODS', 'json_entries', 'CaptionRow', 'Captions', 'Made',
@@ -900,7 +900,7 @@ def _words_id(words) -> str:
         ).hexdigest()[:12]
     return config_hash([[*c, words.words_of(c)] for c in words])
 
-# %% ../../nbs/lib/text/10_pipeline.ipynb #7dfc270e
+# %% ../../nbs/lib/text/10_pipeline.ipynb #f3e654f3
 def perturb_file(
     kind: str,
     method: str,
@@ -951,7 +951,7 @@ def perturb_file(
         if unmasker is None:
             raise CompvlError("svlc-lm asks a masked language model: name one with --model.")
         if isinstance(unmasker, (str, Path)):
-            from compvl.text.llm import Unmasker
+            from compvl.text.masked_model import Unmasker
 
             unmasker = Unmasker(unmasker)
         workers = 0
