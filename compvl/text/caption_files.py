@@ -151,7 +151,7 @@ def _is_lines(head: str) -> bool:
         return False
     return bool(head.lstrip()[end:].strip())
 
-# %% ../../nbs/lib/text/10_caption_files.ipynb #0ee2125d
+# %% ../../nbs/lib/text/10_caption_files.ipynb #14dda780
 class Captions:
     """The captions of a file, one `Row` after the other; may be gzip-compressed.
 
@@ -164,14 +164,12 @@ class Captions:
     Attributes: `format` ('jsonl', 'csv' or 'json'), `columns` (of a table)."""
 
     def __init__(self, path, key: str | None = None, skip_bad: bool = False):
-        self.path, self.key, self.skip_bad, self.columns, self.share, self._begin = (
-            Path(path),
-            key,
-            skip_bad,
-            [],
-            0.0,
-            0,
-        )
+        self.path = Path(path)
+        self.key = key
+        self.skip_bad = skip_bad
+        self.columns = []
+        self.share = 0.0
+        self._begin = 0
         try:
             self._raw = open(self.path, "rb")
         except FileNotFoundError:
@@ -300,7 +298,8 @@ class Captions:
             for cells in self._lines:
                 if not cells:
                     continue
-                n, width = n + 1, len(self.columns)
+                n += 1
+                width = len(self.columns)
                 if len(cells) != width:
                     yield self._bad(
                         n,
@@ -318,7 +317,9 @@ class Captions:
             ) from None
 
     def _json(self):
-        text, rows, names = io.TextIOWrapper(self._bytes, encoding="utf-8-sig"), 0, {}
+        text = io.TextIOWrapper(self._bytes, encoding="utf-8-sig")
+        rows = 0
+        names = {}
         try:
             for name, i, value in json_entries(text, self.path):
                 names[name] = None
