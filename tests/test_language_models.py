@@ -12,19 +12,15 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
 from compvl.core import CompvlError
-from compvl.text.llm import (
-    REWRITES,
-    AlignedLines,
-    Answer,
-    Client,
-    OpenAIClient,
-    RewriteRequest,
-    TransformersClient,
-    Unanswered,
-    Unmasker,
-    generate,
-)
+from compvl.text.aligned_lines import AlignedLines
+from compvl.text.clients import Answer, Client, RewriteRequest, Unanswered
+from compvl.text.llm import generate
+from compvl.text.masked_model import Unmasker
+from compvl.text.openai_client import OpenAIClient
+from compvl.text.rewrites import REWRITES
+from compvl.text.transformers_client import TransformersClient
 
 MANY = [f"A man with {i} hats rides a bike." for i in range(120)]
 
@@ -160,7 +156,7 @@ def whole(out, captions=MANY):
 @pytest.fixture
 def quick(monkeypatch):
     "No back-off longer than a tenth of a second."
-    monkeypatch.setattr("compvl.text.llm.random.uniform", lambda a, b: 0.02)
+    monkeypatch.setattr("compvl.text.openai_client.random.uniform", lambda a, b: 0.02)
 
 
 # --- the endpoint
@@ -493,7 +489,7 @@ def test_any_state_of_the_files_at_a_kill_is_mended(tmp_path, monkeypatch):
     for after in [10**9, *range(0, 10**9, 41)]:
         folder, crashed = tmp_path / str(after), False
         with monkeypatch.context() as m:
-            m.setattr("compvl.text.llm.open", crashing(after), raising=False)
+            m.setattr("compvl.text.aligned_lines.open", crashing(after), raising=False)
             try:
                 generate(
                     captions,

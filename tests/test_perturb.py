@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from compvl.core import CompvlError, read_json, read_jsonl
 from compvl.data.aligned import read_aligned
 from compvl.text.pipeline import CHUNK, Captions, perturb_file
@@ -437,7 +438,7 @@ class Stub:
         self.n, self.asked = n, []
 
     def complete(self, requests):
-        from compvl.text.llm import Answer, Unanswered
+        from compvl.text.clients import Answer, Unanswered
 
         for r in requests:
             if r is None:

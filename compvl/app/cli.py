@@ -643,7 +643,7 @@ def perturb(
 
         client, unmasker = open_client(model, endpoint, **options), None
     elif model and method == "svlc-lm":
-        from compvl.text.llm import Unmasker
+        from compvl.text.masked_model import Unmasker
 
         unmasker = Unmasker(model, device)
     try:
