@@ -23,12 +23,13 @@ import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import pandas as pd
+from readme import ROOT, run_cell
+
 from compvl.core import notebook_number, read_csv
 from compvl.paper import notebook as paper_notebook
 from compvl.paper.claims import FINDING_COLUMNS
 from compvl.paper.evidence import Store
 from compvl.paper.profiles import PROFILES
-from readme import ROOT, run_cell
 
 # What needs models, items or pictures
 ITEMS = """row_models learning_curves examples turned load load_benchmarks load_benchmark
@@ -142,7 +143,7 @@ class Kept:
             if (
                 {"pair", "benchmark", "metric"} <= set(t)
                 and set(t.pair) <= set(wanted)
-                and set(zip(t.benchmark, t.metric)) <= at
+                and set(zip(t.benchmark, t.metric, strict=True)) <= at
             ):
                 return t
         raise NotStored
@@ -200,17 +201,21 @@ def patched_notebook(swaps: dict, folder: Path):
 
 
 def same(ours: dict, theirs: dict) -> str:
-    """'' where they say the same, else where they differ. `ours`: made again; `theirs`: committed."""
+    """'' where the outputs agree, else where they differ.
+
+    `ours` was made again, `theirs` is committed.
+    """
     if "text/html" in ours:
         a, b = table_rows(ours["text/html"]), table_rows(theirs.get("text/html", ""))
         if len(a) != len(b):
             return f"a table of {len(b)} rows, and the results give {len(a)}"
         title = next((c for r in b for c in r if c), "")
-        for i, (x, y) in enumerate(zip(a, b)):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
             for j in range(max(len(x), len(y))):
                 p, q = (r[j] if j < len(r) else "nothing" for r in (x, y))
                 if p != q:
-                    return f"table {title!r}, row {i + 1} ({y[0] if y else ''}), cell {j + 1}: {q!r}, and the results give {p!r}"
+                    row = f"row {i + 1} ({y[0] if y else ''}), cell {j + 1}"
+                    return f"table {title!r}, {row}: {q!r}, and the results give {p!r}"
         return ""
     p, q = (
         ours["text/markdown"].strip().splitlines(),
@@ -219,7 +224,7 @@ def same(ours: dict, theirs: dict) -> str:
     return next(
         (
             f"{y!r}, and the results give {x!r}"
-            for x, y in zip(p + [""] * len(q), q + [""] * len(p))
+            for x, y in zip(p + [""] * len(q), q + [""] * len(p), strict=True)
             if x != y
         ),
         "",
@@ -227,7 +232,11 @@ def same(ours: dict, theirs: dict) -> str:
 
 
 def from_kept(data: dict, source: str, kept: Kept) -> str | None:
-    """Compare a committed table, row by row, with the kept table that its cell wrote: '' where every figure is in that row (where it is turned, and has figures with intervals: in some row), None where no table is kept."""
+    """Compare a committed table, row by row, with the kept table that its cell wrote.
+
+    '' where every figure is in that row (of a transposed table of figures with intervals: in some
+    row), None where no table is kept.
+    """
     names = [
         n
         for n in kept.tables
@@ -274,7 +283,8 @@ def from_kept(data: dict, source: str, kept: Kept) -> str | None:
             values = [v for v in t.iloc[i] if isinstance(v, (int, float, np.number)) and v == v]
             for c in row[1:] if index else row:
                 if number.fullmatch(c) and not any(rounded(c, v) for v in values):
-                    return f"table {n}, row {i + 1} ({', '.join(x for x in row if not number.fullmatch(x))[:60]}): {c!r} is not in that row of {n}.csv"
+                    label = ", ".join(x for x in row if not number.fullmatch(x))[:60]
+                    return f"table {n}, row {i + 1} ({label}): {c!r} is not in that row of {n}.csv"
         return ""
     return None
 
@@ -381,6 +391,7 @@ if __name__ == "__main__":
     for p in problems:
         print(f"rederive: {p}", file=sys.stderr)
     print(
-        f"rederive: {made} cells with tables or findings made again from data/results, {left} that need models or items passed over"
+        f"rederive: {made} cells with tables or findings made again from data/results, "
+        f"{left} that need models or items passed over"
     )
     sys.exit(bool(problems))
