@@ -47,7 +47,7 @@ def refuse(*_, **__):
 
 
 class Numbers(HTMLParser):
-    """The rows of all tables of an HTML text, a list of texts each."""
+    """The captions and rows of all tables of an HTML text, a list of texts each."""
 
     def __init__(self, text):
         super().__init__()
@@ -55,14 +55,17 @@ class Numbers(HTMLParser):
         self.feed(re.sub(r"<style\b.*?</style>", "", text, flags=re.S))
 
     def handle_starttag(self, tag, attrs):
-        if tag == "tr":
+        if tag == "caption":
+            self.rows.append([""])
+            self.open = True
+        elif tag == "tr":
             self.rows.append([])
         elif tag in ("td", "th") and self.rows:
             self.rows[-1].append("")
             self.open = True
 
     def handle_endtag(self, tag):
-        if tag in ("td", "th"):
+        if tag in ("caption", "td", "th"):
             self.open = False
 
     def handle_data(self, data):
@@ -308,7 +311,7 @@ class Again:
         self.kept = Kept(folder, notebook_number(path.stem))
         self.space = {"__name__": "__main__", "__builtins__": builtins}
         self.swaps = dict.fromkeys(ITEMS, refuse) | dict(
-            results=lambda rows, benchmarks, p, out, name, *a, **k: Stored(folder, name, rows, p),
+            results=lambda rows, _, p, out, name, *a, **k: Stored(folder, name, rows, p),
             evaluate_claims=self.kept.evaluate_claims,
             comparisons=self.kept.comparisons,
         )
