@@ -78,7 +78,7 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 class Stored:
-    """What `compvl.paper.evaluation.results` gives, from data/results: the summary; no scores of items."""
+    """Results as `compvl.paper.evaluation.results` gives them: figures only, no scores of items."""
 
     def __init__(self, folder: Path, name: str, rows, profile):
         path = folder / f"{name}_summary.csv"
