@@ -143,8 +143,8 @@ def test_figures():
     assert abs(tenfold.value - 10 * x.mean()) < 1e-6
     assert tenfold.lo < tenfold.value < tenfold.hi
     assert str(Figure(1.0, np.ones(5))) == "1.00 [1.00, 1.00]"
-    assert finding("x", tenfold, tenfold, within=1e-9)["verdict"] == "reproduced"
-    assert finding("x", tenfold, figure(x), -1)["verdict"] == "reproduced"
+    assert finding("x", "x", tenfold, tenfold, within=1e-9)["verdict"] == "reproduced"
+    assert finding("x", "x", tenfold, figure(x), -1)["verdict"] == "reproduced"
 
 
 def test_equivalent_share_and_insensitivity():
@@ -162,7 +162,7 @@ def test_equivalent_share_and_insensitivity():
         (lambda: SCM("tokens", support=SUPPORTS["ADD"](7)), "support"),
         (lambda: CausalTowers(SCM("tokens"), "sums"), "slots"),
         (lambda: modality_gap(torch.ones(4, 2), torch.ones(4, 2)), "8 or more"),
-        (lambda: finding("x", figure(1.0), figure(2.0), 1, 0.1), "tolerance"),
+        (lambda: finding("x", "x", figure(1.0), figure(2.0), 1, 0.1), "tolerance"),
     ],
 )
 def test_errors_say_what_to_do(call, said):

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
+
 from compvl.core import data_dir
 from compvl.text.classifier import classify, operator_shares
-from pandas.testing import assert_frame_equal
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts/operator_shares.py"

@@ -18,6 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
+
+from compvl import downloads
 from compvl.core import CompvlError
 from compvl.downloads import (
     DATASETS,
@@ -32,9 +35,6 @@ from compvl.downloads import (
     status,
     unpack,
 )
-from filelock import FileLock
-
-from compvl import downloads
 
 BODY = bytes(i * i % 251 for i in range(400_000))
 SHA = hashlib.sha256(BODY).hexdigest()
@@ -814,8 +814,9 @@ def test_status_tells_absent_incomplete_and_present_without_the_network(
 @pytest.fixture
 def compvl(monkeypatch):
     "Run a `compvl data` command in this process: (exit status, stdout, stderr)."
-    from compvl.app.cli import app
     from typer.testing import CliRunner
+
+    from compvl.app.cli import app
 
     monkeypatch.delenv("COMPVL_DATA_ROOT", raising=False)
     monkeypatch.setenv("COLUMNS", "200")

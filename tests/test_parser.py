@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import spacy
-from compvl.core import CompvlError
-from compvl.text.parser import parse, parse_many, pipeline
 from spacy.language import Language
 from spacy.tokens import Doc
+
+from compvl.core import CompvlError
+from compvl.text.parser import parse, parse_many, pipeline
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 CAPTIONS = [

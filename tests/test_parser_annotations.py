@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+
 from compvl.core import data_dir, git_commit
 from compvl.text.parser import parse_many
 

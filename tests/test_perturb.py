@@ -15,7 +15,8 @@ import pytest
 
 from compvl.core import CompvlError, read_json, read_jsonl
 from compvl.data.aligned import read_aligned
-from compvl.text.pipeline import CHUNK, Captions, perturb_file
+from compvl.text.caption_files import Captions
+from compvl.text.pipeline import CHUNK, perturb_file
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 

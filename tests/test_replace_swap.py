@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from compvl.benchmarks.items import Triplet
 from compvl.benchmarks.loading import load_benchmark
 from compvl.benchmarks.replace_swap import (

@@ -11,8 +11,9 @@ from html.parser import HTMLParser
 
 import nbformat
 import pytest
-from compvl.app.reproduction import reproduce
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from compvl.app.reproduction import reproduce
 
 FIGURE = """
 import matplotlib; matplotlib.use("agg")

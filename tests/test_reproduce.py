@@ -8,9 +8,10 @@ import time
 
 import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
 from compvl.app.reproduction import reproduce
 from compvl.core import CompvlError, read_json
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 PARAMETERS = 'profile = "micro"\ndata_root = None\nout = "reproduction"'
 TABLE = "# Write\nfrom pathlib import Path\n(Path(out)/'tables').mkdir(exist_ok=True)\n(Path(out)/'tables/{name}.csv').write_text(profile)"

@@ -12,26 +12,12 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import compvl.train.loop as loop
-import compvl.train.setup as setup
 import pandas as pd
 import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from compvl.core import CompvlError
-from compvl.data.loading import load_train_data
-from compvl.models.clip import Model, create_model
-from compvl.models.towers import encode_text
-from compvl.train.batches import step_indices
-from compvl.train.config import TrainConfig
-from compvl.train.loop import train
-from compvl.train.lora import add_lora, merge_lora
-from compvl.train.run import MetricsFile, load_run, read_curves
-from compvl.train.step import Towers, backward_loss, chunks_of, feature_loss
-from compvl.train.sweep import sweep
-from compvl.train.terms import Features, total_loss
 from test_train import (  # noqa: F401 - one_thread is a fixture
     CONFIG,
     ENV,
@@ -48,6 +34,21 @@ from test_train import (  # noqa: F401 - one_thread is a fixture
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import compvl.train.loop as loop
+import compvl.train.setup as setup
+from compvl.core import CompvlError
+from compvl.data.loading import load_train_data
+from compvl.models.clip import Model, create_model
+from compvl.models.towers import encode_text
+from compvl.train.batches import step_indices
+from compvl.train.config import TrainConfig
+from compvl.train.loop import train
+from compvl.train.lora import add_lora, merge_lora
+from compvl.train.run import MetricsFile, load_run, read_curves
+from compvl.train.step import Towers, backward_loss, chunks_of, feature_loss
+from compvl.train.sweep import sweep
+from compvl.train.terms import Features, total_loss
 
 
 class Double(Model):

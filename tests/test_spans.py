@@ -8,6 +8,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
+
 from compvl.text.parser import parse_many
 from compvl.text.tokens import span_tokens, tokenize_with_spans
 

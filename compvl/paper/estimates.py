@@ -81,13 +81,14 @@ def interval_table(table: pd.DataFrame, decimals: Mapping[str, int] | None = Non
 
 # %% ../../nbs/lib/paper/20d_estimates.ipynb #389678fd
 def finding(
+    id: str,  # by which statements refer to it
     claim: str,
     a: Figure,
     b: Figure,
     sign: int = 0,  # direction of b − a that is claimed, +1 or −1
     within: float | None = None,  # or the tolerance to which they are claimed to be equal
 ) -> dict:
-    """`claim, a, b, difference, lo, hi, published, verdict` of b − a.
+    """`id, claim, a, b, difference, lo, hi, published, verdict` of b − a.
 
     There are no published figures, so that `published` is NaN. Raises CompvlError where neither
     `sign` nor `within` is given, or both are.
@@ -102,6 +103,7 @@ def finding(
     else:
         outcome = "reproduced" if max(abs(lo), abs(hi)) <= within else "not reproduced"
     return dict(
+        id=id,
         claim=claim,
         a=a.value,
         b=b.value,

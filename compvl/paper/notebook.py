@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RowsLike', 'rows_of', 'Notebook']
 
-# %% ../../nbs/lib/paper/20_notebook.ipynb #926739d4
+# %% ../../nbs/lib/paper/20_notebook.ipynb #e0974eb7
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,9 +14,12 @@ import pandas as pd
 from IPython.display import HTML, Markdown, display
 
 from ..core import CompvlError, atomic_write, pick
+from .claims import Claim, evaluate_claims, findings_text
 from .columns import Column
 from .evaluation import results
+from .evidence import Store
 from .html_tables import html_table
+from .ledger import Evaluation, evaluate_statement
 from .profiles import get_profile
 from .results import Results
 from .rows import ROWS, Row
@@ -45,7 +48,27 @@ def rows_of(wanted: RowsLike) -> list[Row]:
             found.append([ROWS[pick(one, [*TABLES, *ROWS], "table or row")]])
     return distinct_rows(*found)
 
-# %% ../../nbs/lib/paper/20_notebook.ipynb #fcb00c68
+# %% ../../nbs/lib/paper/20_notebook.ipynb #4e5b6358
+def _verdict_row(found: Evaluation) -> dict:
+    """A statement with its figures and verdict, as a notebook shows it."""
+    tests = found.tests
+    return {
+        "id": found.statement.id,
+        "statement": found.statement.text,
+        "tests": len(tests),
+        "difference": tests.difference.mean(),
+        "difference_lo": tests.lo.min(),
+        "difference_hi": tests.hi.max(),
+        "published": tests.published.mean(),
+        "unit": found.statement.unit,
+        "verdict": found.verdict,
+    }
+
+
+_VERDICT_NOTE = """Difference and published difference with the 95 % interval; where there are
+several tests, their means and the ends of their intervals together.""".replace("\n", " ")
+
+# %% ../../nbs/lib/paper/20_notebook.ipynb #db361bbc
 class Notebook:
     """What a paper notebook does over and over: results, tables and figures, by its own name.
 
@@ -140,6 +163,40 @@ class Notebook:
         if name:
             self.save(frame, name)
         display(HTML(html_table(frame, caption, note, decimals)))
+
+    def findings(
+        self,
+        claims: Iterable[Claim] | pd.DataFrame,  # or findings: claims that are evaluated already
+        name: str | None = None,  # of the findings, after that of the notebook
+        res: Results | None = None,  # None: the last results
+        unit: str = "points",
+        decimals: int = 1,
+        **options,  # of `compvl.paper.claims.evaluate_claims`
+    ) -> pd.DataFrame:
+        """Evaluate claims, write them to `<out>/tables/<notebook>[_name]_findings.csv`, show them.
+
+        Raises CompvlError where there are no results yet.
+        """
+        if not isinstance(claims, pd.DataFrame):
+            res = res or self.res
+            if res is None:
+                raise CompvlError("there are no results to evaluate claims on: call results first")
+            claims = evaluate_claims(res, claims, **options)
+        self.save(claims, f"{name}_findings" if name else "findings")
+        display(Markdown(findings_text(claims, unit, decimals)))
+        return claims
+
+    def judge(self, *ids: str):
+        """Show statements of the ledger, evaluated on what notebooks have written to `out`.
+
+        `ids`: such as 'HP5'. A statement whose figures are not there has *no data*. Raises
+        CompvlError for an unknown id.
+        """
+        store = Store(self.out, self.profile.name, fallback=False)
+        found = [_verdict_row(evaluate_statement(id, store, strict=False)) for id in ids]
+        table = pd.DataFrame(found).set_index("id")
+        table = table.astype({"difference": float, "published": float})
+        display(HTML(html_table(table, "Statements of the papers", _VERDICT_NOTE)))
 
     def figure(self, figure, name: str):
         """Show a figure, and write it to `<out>/figures/<notebook>_<name>.png`."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
+from .claims import FINDING_COLUMNS
 from .columns import Column
 from .looks import look, short
 from .results import Results
@@ -19,9 +20,6 @@ from ..plotting import style, subplots
 from ..stats import resampled_difference, seed_bootstrap
 
 # %% ../../nbs/lib/paper/21b_returns.ipynb #8f391d63
-_CLAIM_COLUMNS = "claim a b difference lo hi published verdict".split()
-
-
 def _returns(first: tuple[float, float], change: tuple[float, float]) -> str:
     """The verdict from the intervals of the first gain, and of the second minus the first."""
     if first[1] < 0 or change[0] > 0:
@@ -33,7 +31,7 @@ def diminishing(res: Results, keys: Sequence[str], columns: Iterable[Column]) ->
     """Whether returns diminish, for each three successive rows of `keys` and each column.
 
     Gains `a` (first to second row) and `b` (second to third), `difference` b − a with 95 % interval
-    `lo`, `hi`, and `verdict`, with the columns of `compvl.paper.findings.judge`, so that both can
+    `lo`, `hi`, and `verdict`, with the columns of `compvl.paper.claims.evaluate_claims`, so that both can
     be in one table. Brittleness counts with the opposite sign. Figures that are not there are left
     out.
 
@@ -63,8 +61,9 @@ def diminishing(res: Results, keys: Sequence[str], columns: Iterable[Column]) ->
             outcome = _returns(resampled_difference(first_boot)[:2], (lo, hi))
             what = " ".join(dict.fromkeys((column.block, column.title)))
             claim = f"Diminishing returns from {names[0]} over {names[1]} to {names[2]}, {what}"
-            rows.append((claim, first, second, change, lo, hi, np.nan, outcome))
-    return pd.DataFrame(rows, columns=_CLAIM_COLUMNS)
+            id = f"diminishing-{three[-1]}-{column.benchmark}"
+            rows.append((id, claim, first, second, change, lo, hi, np.nan, outcome))
+    return pd.DataFrame(rows, columns=FINDING_COLUMNS)
 
 # %% ../../nbs/lib/paper/21b_returns.ipynb #8b2daf0c
 _WIDTH = 4  # panels in a line

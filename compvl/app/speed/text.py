@@ -22,7 +22,8 @@ from ...text.hard_negatives import hard_negative
 from ...text.lexicon import plural, words
 from ...text.operators import Refused
 from ...text.parser import parse_many
-from ...text.pipeline import Captions, perturb_file
+from ...text.caption_files import Captions
+from ...text.pipeline import perturb_file
 
 # %% ../../../nbs/lib/app/speed/03_text.ipynb #736b7d03
 class CaptionComposer:
