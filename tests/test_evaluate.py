@@ -23,7 +23,7 @@ from compvl.benchmarks.items import (
     Triplet,
 )
 from compvl.benchmarks.loading import load_benchmark
-from compvl.benchmarks.replace_swap import read_released_replace
+from compvl.benchmarks.replace import read_released_replace
 from compvl.core import CompvlError
 from compvl.evaluate.comparisons import compare
 from compvl.evaluate.embed import Embedder

@@ -10,20 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from compvl.benchmarks.files import read_vl_checklist
 from compvl.benchmarks.items import Triplet
 from compvl.benchmarks.loading import load_benchmark
-from compvl.benchmarks.replace_swap import (
-    agreement,
-    audit,
-    audit_replace,
-    build_replace,
-    build_swap,
-    correct_replace,
-    drop_reason,
-    read_released_replace,
-    read_vl_checklist,
-    substitutions,
-)
+from compvl.benchmarks.replace import build_replace, read_released_replace
+from compvl.benchmarks.replace_audit import agreement, audit, audit_replace
+from compvl.benchmarks.replace_corrected import correct_replace, drop_reason
+from compvl.benchmarks.replace_rules import substitutions
+from compvl.benchmarks.swap import build_swap
 from compvl.core import CompvlError, write_json
 from compvl.images import image_key, open_image
 

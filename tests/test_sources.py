@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compvl.benchmarks import composition as sources
 from compvl.benchmarks import order, retrieval
 from compvl.benchmarks.items import Pair
 from compvl.benchmarks.loading import REGISTRY
 from compvl.benchmarks.registry import Request, locate
+from compvl.benchmarks.valse import read_valse
+from compvl.benchmarks.vl_checklist import VL_CHECKLIST
+from compvl.benchmarks.winoground import compositional_ids
 from compvl.core import CompvlError, write_json
 from compvl.downloads import DATASETS, status
 from compvl.images import image_key, open_image
@@ -81,7 +83,7 @@ def test_valse_has_the_published_valid_items(piece, n):
         len(items) == n == REGISTRY[f"valse-{piece}"].published_n
         and len({i.id for i in items}) == n
     )
-    assert len(sources.read_valse(REAL / f"valse/{piece}.json", "x", valid_only=False)) > n
+    assert len(read_valse(REAL / f"valse/{piece}.json", "x", valid_only=False)) > n
 
 
 @real("comvg")
@@ -143,8 +145,8 @@ def test_vl_checklist_names_what_is_missing(part, lost, whole):
 def test_winoground_ids_are_those_without_a_tag():
     tags = json.loads((REAL / "winoground/new_tag_assignments.json").read_text())
     assert (
-        sources.compositional_ids() == {int(k) for k, v in tags.items() if not v}
-        and len(sources.compositional_ids()) == 172
+        compositional_ids() == {int(k) for k, v in tags.items() if not v}
+        and len(compositional_ids()) == 172
     )
 
 
@@ -511,7 +513,7 @@ def test_damaged_files_are_named(tmp_path, name, path, content, where):
 
 
 def test_a_damaged_vl_checklist_file_is_named(tmp_path):
-    for files in sources.VL_CHECKLIST["attribute"]["vg"].values():
+    for files in VL_CHECKLIST["attribute"]["vg"].values():
         write_json(tmp_path / "vl_checklist" / files[0], [])
     write_json(
         tmp_path / "vl_checklist/Attribute/vg/color.json", [["a.jpg", {"POS": [""], "NEG": ["b"]}]]

@@ -11,13 +11,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 from .items import ClassificationItem
 from .photographs import photographs
 from .registry import Loaded, Request, register
 from ..core import CompvlError, data_dir, read_json
 from ..downloads import Dataset, File, dataset
 from ..images import StoredImage
-from PIL import Image
 
 # %% auto #0
 __all__ = ['read_class_folders', 'classification_prompts']

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from .columns import bad_line, columns_of, tabbed_rows
+from .columns import bad_line, check_columns, tabbed_rows
 from .items import TextPair
 from .registry import Loaded, Request, register
 
@@ -55,7 +55,7 @@ def read_sick(path: str | Path, name: str = "sickr") -> list[TextPair]:
     rows = tabbed_rows(path)
     header = [h.strip() for h in next(rows, (1, []))[1]]
     wanted = ("pair_ID", "sentence_A", "sentence_B", "relatedness_score")
-    columns_of(path, header, wanted)
+    check_columns(path, header, wanted)
     out = []
     for line, fields in rows:
         row = dict(zip(header, fields))

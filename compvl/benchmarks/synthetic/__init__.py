@@ -10,11 +10,16 @@ from importlib import import_module
 
 # %% ../../../nbs/lib/benchmarks/synthetic/00_synthetic.ipynb #7286381c
 _ORIGINALS = (
-    "classification",
-    "composition",
-    "order",
-    "replace_swap",
+    "replace",
+    "swap",
+    "sugarcrepe",
+    "aro",
+    "vl_checklist",
+    "valse",
+    "svo",
+    "winoground",
     "retrieval",
+    "classification",
     "similarity",
 )
 _COUNTERPARTS = (
