@@ -25,12 +25,13 @@ from . import replace  # noqa: F401
 from . import swap  # noqa: F401
 from . import sugarcrepe  # noqa: F401
 from . import aro  # noqa: F401
+from . import retrieval  # noqa: F401
 from . import vl_checklist  # noqa: F401
 from . import valse  # noqa: F401
 from . import svo  # noqa: F401
 from . import winoground  # noqa: F401
-from . import retrieval  # noqa: F401
 from . import classification  # noqa: F401
+from . import torchvision_tasks  # noqa: F401
 from . import similarity  # noqa: F401
 from . import synthetic  # noqa: F401
 # isort: on

@@ -21,7 +21,7 @@ from ..images import image_key
 @lru_cache
 def _code_digest() -> str:
     """A hash of the code that a score depends on, beside weights and items."""
-    paths = [Path(find_spec("compvl.metrics").origin)]
+    paths = [Path(find_spec(f"compvl.{name}").origin) for name in ("metrics", "stats")]
     for room in ("evaluate", "microworld", "models"):
         folder = Path(find_spec(f"compvl.{room}").origin).parent
         paths += sorted(folder.rglob("*.py"))

@@ -14,12 +14,13 @@ _ORIGINALS = (
     "swap",
     "sugarcrepe",
     "aro",
+    "retrieval",
     "vl_checklist",
     "valse",
     "svo",
     "winoground",
-    "retrieval",
     "classification",
+    "torchvision_tasks",
     "similarity",
 )
 _COUNTERPARTS = (
