@@ -267,8 +267,8 @@ photographs(
     "pcam",
     "PatchCamelyon",
     "https://github.com/basveeling/pcam",
-    n=32_768,
     *[_vision(f"pcam/camelyonpatch_level_2_split_test_{x}.h5") for x in "xy"],
+    n=32_768,
     steps="In torchvision/ under the data root:  python -c "
     "\"import torchvision; torchvision.datasets.PCAM('.', 'test', download=True)\"  (gdown and "
     "h5py are needed, from PyPI)",
