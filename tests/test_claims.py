@@ -4,7 +4,7 @@ import re
 
 import pandas as pd
 import pytest
-from compvl.app.reproduction import select_notebooks
+from compvl.app.plan import select_notebooks
 from compvl.core import data_dir, notebook_number
 from compvl.paper.evidence import VERDICTS, Store
 from compvl.paper.ledger import make_ledger
