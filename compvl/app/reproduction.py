@@ -66,7 +66,7 @@ def _print_summary(console, summary: ReproductionSummary) -> None:
     line = f"open {index}, or {report} for all of it on one page"
     console.print(line, soft_wrap=True, highlight=False)
 
-# %% ../../nbs/lib/app/11_reproduction.ipynb #252d78ae
+# %% ../../nbs/lib/app/11_reproduction.ipynb #aebdcf8e
 @dataclass
 class _Reproduction:
     """The notebooks of one call of `reproduce`, and what became of them so far."""
@@ -95,12 +95,9 @@ class _Reproduction:
         result = None if self.force else current_result(self.out, notebook.name, key)
         return identity, result
 
-    def print_plan(self):
-        """Say how many notebooks will run, and for how long."""
-        together = f", {self.jobs} at a time" if self.jobs > 1 else ""
-        counts = f"{len(self.left.todo)} of {len(self.planned)} notebooks to run{together}"
-        line = f"{counts}: {self.left.describe()}"
-        self.console.print(line, markup=False, highlight=False)
+    def arguments(self, notebook: PlannedNotebook) -> tuple:
+        """What describes an execution to `run_notebook` and to `NotebookProcess`."""
+        return notebook.path, self.profile, notebook.parameters, self.out
 
     def finish(self, result: Result, identity: dict | None = None):
         """Keep a result; with what identifies its execution, write its record."""
@@ -111,69 +108,80 @@ class _Reproduction:
         left = self.left.describe() if self.jobs > 1 and self.left.todo else ""
         _print_result(self.console, result, left)
 
-    def run_in_turn(self):
-        """Run the notebooks one after another, until one is interrupted."""
-        for notebook in self.planned:
-            identity, current = self.check(notebook)
-            if current:
-                self.finish(current)
-                continue
-            arguments = (notebook.path, self.profile, notebook.parameters, self.out)
-            result = run_notebook(*arguments, self.console, self.left)
-            self.finish(result, identity)
-            if result.status == "interrupted":
-                break
+# %% ../../nbs/lib/app/11_reproduction.ipynb #4847f3b7
+def _print_plan(run: _Reproduction) -> None:
+    """Say how many notebooks will run, and for how long."""
+    together = f", {run.jobs} at a time" if run.jobs > 1 else ""
+    counts = f"{len(run.left.todo)} of {len(run.planned)} notebooks to run{together}"
+    run.console.print(f"{counts}: {run.left.describe()}", markup=False, highlight=False)
 
-    def start(self, notebook: PlannedNotebook, running: dict[NotebookProcess, dict]):
-        """Start the process of a notebook that is not up to date."""
-        identity, current = self.check(notebook)
+
+def _add_unstarted(run: _Reproduction) -> None:
+    """Add results for the notebooks that an interrupt left out."""
+    finished = {result.name for result in run.results}
+    error = "not started: stopped from the keyboard"
+    for notebook in run.planned:
+        if notebook.name not in finished:
+            _, current = run.check(notebook)
+            name = notebook.name
+            unstarted = Result(name, notebook.title, "interrupted", run.profile, error=error)
+            run.results.append(current or unstarted)
+
+# %% ../../nbs/lib/app/11_reproduction.ipynb #eb3475d8
+def _run_in_turn(run: _Reproduction) -> None:
+    """Run the notebooks one after another, until one is interrupted."""
+    for notebook in run.planned:
+        identity, current = run.check(notebook)
         if current:
-            self.finish(current)
+            run.finish(current)
+            continue
+        result = run_notebook(*run.arguments(notebook), run.console, run.left)
+        run.finish(result, identity)
+        if result.status == "interrupted":
             return
-        threads = max(1, cores() // self.jobs)
-        arguments = (notebook.path, self.profile, notebook.parameters, self.out)
-        running[NotebookProcess(threads, *arguments)] = identity
 
-    def in_order_of_start(self) -> list[PlannedNotebook]:
-        """The longest first, so that none is left alone; those that read others last."""
+# %% ../../nbs/lib/app/11_reproduction.ipynb #c9dba31d
+def _start_order(run: _Reproduction) -> list[PlannedNotebook]:
+    """The notebooks by known time, longest first, with those that read others at the end."""
 
-        def position(notebook):
-            return notebook.reads_others, -self.known.get(notebook.name, math.inf)
+    def position(notebook):
+        return notebook.reads_others, -run.known.get(notebook.name, math.inf)
 
-        return sorted(self.planned, key=position)
+    return sorted(run.planned, key=position)
 
-    def run_side_by_side(self):
-        """Run several notebooks at a time; an interrupt ends those that run."""
-        waiting = self.in_order_of_start()
-        running = {}  # what identifies the execution of each process
-        with collect_interrupts() as interrupts:
-            while waiting or running:
-                while waiting and len(running) < self.jobs:
-                    if running and waiting[0].reads_others:
-                        break
-                    self.start(waiting.pop(0), running)
-                for process in list(running):
-                    result = process.result()
-                    if result:
-                        self.finish(result, running.pop(process))
-                time.sleep(0.1)
-                if interrupts:
-                    interrupts.clear()
-                    waiting.clear()
-                    for process in running:
-                        process.interrupt()
 
-    def add_unstarted(self):
-        """Add results for notebooks that an interrupt left out."""
-        finished = {result.name for result in self.results}
-        error = "not started: stopped from the keyboard"
-        for notebook in self.planned:
-            if notebook.name in finished:
-                continue
-            _, current = self.check(notebook)
-            unstarted = Result(notebook.name, notebook.title, "interrupted", self.profile)
-            unstarted.error = error
-            self.results.append(current or unstarted)
+def _start(run: _Reproduction, waiting: list, running: dict[NotebookProcess, dict]) -> None:
+    """Start waiting notebooks that are not up to date, while a process is free for them."""
+    threads = max(1, cores() // run.jobs)
+    while waiting and len(running) < run.jobs:
+        if running and waiting[0].reads_others:
+            return
+        notebook = waiting.pop(0)
+        identity, current = run.check(notebook)
+        if current:
+            run.finish(current)
+        else:
+            process = NotebookProcess(threads, *run.arguments(notebook))
+            running[process] = identity
+
+# %% ../../nbs/lib/app/11_reproduction.ipynb #93b7e3e5
+def _run_side_by_side(run: _Reproduction) -> None:
+    """Run several notebooks at a time. An interrupt ends those that run, and starts no other."""
+    waiting = _start_order(run)
+    running = {}  # what identifies the execution of each process
+    with collect_interrupts() as interrupts:
+        while waiting or running:
+            _start(run, waiting, running)
+            for process in list(running):
+                result = process.result()
+                if result:
+                    run.finish(result, running.pop(process))
+            time.sleep(0.1)
+            if interrupts:
+                interrupts.clear()
+                waiting.clear()
+                for process in running:
+                    process.interrupt()
 
 # %% ../../nbs/lib/app/11_reproduction.ipynb #b2e056d8
 def _default_jobs(steps: int | None) -> int:
@@ -190,7 +198,7 @@ def _existing_folder(data_root: str | Path) -> Path:
         raise CompvlError(f"data root {folder} is not a folder: give the folder of the downloads.")
     return folder
 
-# %% ../../nbs/lib/app/11_reproduction.ipynb #720c7992
+# %% ../../nbs/lib/app/11_reproduction.ipynb #891d340d
 def reproduce(
     notebooks: list[str] | None = None,  # names, numbers or patterns; None: all
     profile: str = "micro",  # smoke | micro | micro-full | paper
@@ -231,15 +239,15 @@ def reproduce(
     root = str(data_root) if data_root else None
     offered = dict(profile=profile, data_root=root, out=str(out))
     planned = [PlannedNotebook.read(path, offered) for path in paths]
-    reproduction = _Reproduction(out, profile, planned, force, jobs, console)
-    reproduction.print_plan()
+    run = _Reproduction(out, profile, planned, force, jobs, console)
+    _print_plan(run)
     if jobs == 1:
         with suppress(KeyboardInterrupt):  # one that comes between two notebooks
-            reproduction.run_in_turn()
+            _run_in_turn(run)
     else:
-        reproduction.run_side_by_side()
-    reproduction.add_unstarted()
-    results = sorted(reproduction.results, key=lambda result: result.name)
+        _run_side_by_side(run)
+    _add_unstarted(run)
+    results = sorted(run.results, key=lambda result: result.name)
     write_pages(out, results)
     summary = ReproductionSummary(out, profile, results)
     _print_summary(console, summary)

@@ -19,7 +19,7 @@ from ...core import CompvlError
 # %% auto #0
 __all__ = ['STATUS_EXAMPLE', 'FETCH_EXAMPLE', 'status_command', 'fetch_command']
 
-# %% ../../../nbs/lib/app/commands/08_data.ipynb #d9ddc2a0
+# %% ../../../nbs/lib/app/commands/08_data.ipynb #20dc325c
 def _existing_root(root: Path | None) -> Path:
     """The folder of the downloads, which need not exist. Raises `CompvlError` for a file."""
     if root is None:
@@ -33,22 +33,31 @@ def _existing_root(root: Path | None) -> Path:
     return root
 
 
+def _data_sets() -> dict:
+    """All data sets by name: those of benchmarks and of released models."""
+    import compvl.benchmarks.loading  # noqa: F401  registers data sets
+    import compvl.models.releases  # noqa: F401  registers data sets
+    from compvl.downloads import DATASETS
+
+    return DATASETS
+
+
 def _needed(name: str) -> list[str]:
     """Names of the data sets that a name stands for; the data set of this name comes first."""
     from compvl.benchmarks.loading import expand
     from compvl.benchmarks.registry import GROUPS, REGISTRY
-    from compvl.downloads import DATASETS
 
+    data_sets = _data_sets()
     is_benchmark = name in REGISTRY or name in GROUPS or name == "all"
     benchmarks = expand(name) if is_benchmark else []
-    if not benchmarks and name not in DATASETS:
-        alike = difflib.get_close_matches(name, {*DATASETS, *REGISTRY, *GROUPS}, 5)
+    if not benchmarks and name not in data_sets:
+        alike = difflib.get_close_matches(name, {*data_sets, *REGISTRY, *GROUPS}, 5)
         hint = f": did you mean {' or '.join(alike)}?" if alike else "."
         raise CompvlError(
             f"Unknown data set or benchmark {name!r}{hint} `compvl data status --data-root …` lists"
             " the data sets."
         )
-    needed = [name] if name in DATASETS else []
+    needed = [name] if name in data_sets else []
     for benchmark in benchmarks:
         needed += REGISTRY[benchmark].datasets
     return list(dict.fromkeys(needed))
@@ -56,10 +65,8 @@ def _needed(name: str) -> list[str]:
 
 def _wanted(names: list[str] | None) -> list[str]:
     """Names of the data sets that these names stand for; without names, all of them."""
-    from compvl.downloads import DATASETS
-
     if not names:
-        return list(DATASETS)
+        return list(_data_sets())
     wanted = []
     for name in names:
         wanted += _needed(name)
@@ -108,11 +115,11 @@ def _print_instructions(rows: list[dict], root: Path) -> None:
         if lines:
             typer.echo("\n  ".join([f"\n{row['name']}, by hand:", *lines]))
 
-# %% ../../../nbs/lib/app/commands/08_data.ipynb #4c19470b
+# %% ../../../nbs/lib/app/commands/08_data.ipynb #6e3456e5
 STATUS_EXAMPLE = "Example:  [bold]compvl data status sugarcrepe winoground --data-root data[/]"
 _KINDS = dict(data="Annotations", images="Images", checkpoint="Checkpoints")
 
-
+# %% ../../../nbs/lib/app/commands/08_data.ipynb #a5f0fddf
 def status_command(
     names: Annotated[
         Optional[list[str]],
@@ -212,10 +219,10 @@ def _fetch_data_set(name: str, root: Path, dry_run: bool, say) -> dict:
         _say_steps(data_set, done["by_hand"], say)
     return done
 
-# %% ../../../nbs/lib/app/commands/08_data.ipynb #ce227f8a
+# %% ../../../nbs/lib/app/commands/08_data.ipynb #33fd9260
 FETCH_EXAMPLE = "Example:  [bold]compvl data fetch sugarcrepe coco-val2017 --data-root data[/]"
 
-
+# %% ../../../nbs/lib/app/commands/08_data.ipynb #f0f7eacd
 def fetch_command(
     names: Annotated[
         list[str],
@@ -236,13 +243,11 @@ def fetch_command(
 rest. Run it again to go on after an interruption.
 
     Exit status 1 where a download failed or nothing could be done, 130 after Ctrl-C."""
-    from compvl.downloads import DATASETS
-
     root = _existing_root(data_root)
     wanted = []
     besides = {}  # what the benchmarks of a data set's name need as well
     for name, needed in {name: _needed(name) for name in names}.items():
-        if name in DATASETS and len(needed) > 1:
+        if name in _data_sets() and len(needed) > 1:
             besides[name] = needed[1:]
             needed = needed[:1]
         wanted += needed

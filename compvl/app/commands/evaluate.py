@@ -116,7 +116,7 @@ def _cache_folders(folder: Path, keep_pixels: bool) -> dict[str, Path | None]:
     pixels = folder / "pixels" if keep_pixels else None
     return dict(cache=folder / "embeddings", keep=folder / "scores", pixels=pixels)
 
-# %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #c402db58
+# %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #93e98868
 EVALUATE_EXAMPLES = (
     "Example:  [bold]compvl evaluate --benchmark replace,swap[/]   "
     "(the shipped base, in the microworld)\n\n"
@@ -124,7 +124,7 @@ EVALUATE_EXAMPLES = (
     "--model negclip --benchmark compositional --root data --csv table.csv[/]"
 )
 
-
+# %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #adea2908
 def evaluate_command(  # noqa: PLR0913  one argument an option
     *,
     benchmark: Annotated[

@@ -37,7 +37,7 @@ def _language_model(
         return None, Unmasker(model, options["device"])
     return None, model
 
-# %% ../../../nbs/lib/app/commands/06_perturb.ipynb #9c40f546
+# %% ../../../nbs/lib/app/commands/06_perturb.ipynb #71757162
 PERTURB_EXAMPLES = (
     "Example:  [bold]compvl perturb --kind hn --method rules captions_train2017.json "
     "hard_negatives.jsonl[/]\n\n"
@@ -50,7 +50,7 @@ PERTURB_EXAMPLES = (
     "lm-swap, which ask a language model with the prompts of Kamath et al. (2024)."
 )
 
-
+# %% ../../../nbs/lib/app/commands/06_perturb.ipynb #e60a7625
 def perturb_command(  # noqa: PLR0913  one argument an option
     src: Annotated[
         Path,

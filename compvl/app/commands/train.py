@@ -66,7 +66,7 @@ def _train_config(recipe: str | None, base: dict, given: dict, options: dict, se
         raise CompvlError("webdataset training data needs --shards.")
     return config
 
-# %% ../../../nbs/lib/app/commands/05_train.ipynb #d1c07716
+# %% ../../../nbs/lib/app/commands/05_train.ipynb #7b654f4e
 TRAIN_EXAMPLES = (
     "Example:  [bold]compvl train --method hp+hn --steps 400[/]   "
     "(micro-CLIP's shipped base, in the microworld)\n\n"
@@ -79,7 +79,7 @@ TRAIN_EXAMPLES = (
     "--hard-negatives negatives.jsonl --epochs 5[/]"
 )
 
-
+# %% ../../../nbs/lib/app/commands/05_train.ipynb #4ae35f24
 def train_command(  # noqa: PLR0913  one argument an option
     *,
     recipe: Annotated[
