@@ -27,7 +27,8 @@ import pandas as pd
 from nbdev.clean import nbdev_clean
 from readme import ROOT, write
 
-from compvl.app.reproduction import reads_others, reproduce
+from compvl.app.plan import reads_others
+from compvl.app.reproduction import reproduce
 from compvl.core import notebook_number
 from compvl.paper.pieces import Pieces
 from compvl.paper.profiles import get_profile

@@ -5,7 +5,7 @@ import re
 import pandas as pd
 import pytest
 
-from compvl.app.reproduction import select_notebooks
+from compvl.app.plan import select_notebooks
 from compvl.core import CompvlError, data_dir, notebook_number
 from compvl.paper.evidence import CLAIM_VERDICTS, Store
 from compvl.paper.ledger import STATEMENTS, make_ledger

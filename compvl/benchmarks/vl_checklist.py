@@ -30,9 +30,10 @@ def _object_files() -> dict[str, dict[str, tuple[str, ...]]]:
     files = {}
     for corpus, names in stems.items():
         files[corpus] = {}
-        for split, group in [(s, g) for s in groups for g in groups[s]]:
+        for split, members in groups.items():
             folder = f"Object/{split}/{corpus}_{split.lower()}"
-            files[corpus][group] = tuple(f"{folder}/{name}_{group}.json" for name in names)
+            for group in members:
+                files[corpus][group] = tuple(f"{folder}/{name}_{group}.json" for name in names)
     return files
 
 

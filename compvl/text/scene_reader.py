@@ -13,7 +13,7 @@ from .parsed import Attribute, Object, Relation
 from .tags import caption_words, is_animate, known_family, noun_forms, tag_words
 
 # %% auto #0
-__all__ = ['Part', 'caption_parts', 'SceneReader']
+__all__ = ['CaptionPart', 'caption_parts', 'SceneReader']
 
 # %% ../../nbs/lib/text/04c_scene_reader.ipynb #72187027
 _NOUN_PHRASE = r"""(?!(?<=WB)Aa*C)              # not the predicate of a relative clause
@@ -37,7 +37,7 @@ _PART = re.compile(
 )
 
 
-class Part(NamedTuple):
+class CaptionPart(NamedTuple):
     """A part of a caption: its kind, its first word, and the word after its last."""
 
     kind: str  # a group of `_PART`
@@ -45,12 +45,12 @@ class Part(NamedTuple):
     end: int
 
 
-def caption_parts(words: list[str], codes: str) -> list[Part]:
+def caption_parts(words: list[str], codes: str) -> list[CaptionPart]:
     """The parts of a caption, from its lower-case words and their tags.
 
     *as* before a noun phrase that no verb follows is a preposition.
     """
-    parts = [Part(match.lastgroup, *match.span()) for match in _PART.finditer(codes)]
+    parts = [CaptionPart(match.lastgroup, *match.span()) for match in _PART.finditer(codes)]
     if "as" not in words:
         return parts
     kinds = [part.kind for part in parts] + ["", ""]

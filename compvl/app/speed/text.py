@@ -18,11 +18,11 @@ from pathlib import Path
 
 from .programs import PeakMemory, bench, check_same
 from ...core import read_jsonl
+from ...text.caption_files import Captions
 from ...text.hard_negatives import hard_negative
 from ...text.lexicon import plural, words
 from ...text.operators import Refused
 from ...text.parser import parse_many
-from ...text.caption_files import Captions
 from ...text.pipeline import perturb_file
 
 # %% ../../../nbs/lib/app/speed/03_text.ipynb #736b7d03
