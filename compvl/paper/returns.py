@@ -31,9 +31,8 @@ def diminishing(res: Results, keys: Sequence[str], columns: Iterable[Column]) ->
     """Whether returns diminish, for each three successive rows of `keys` and each column.
 
     Gains `a` (first to second row) and `b` (second to third), `difference` b − a with 95 % interval
-    `lo`, `hi`, and `verdict`, with the columns of `compvl.paper.claims.evaluate_claims`, so that both can
-    be in one table. Brittleness counts with the opposite sign. Figures that are not there are left
-    out.
+    `lo`, `hi`, and `verdict`; the columns are those of `compvl.paper.claims.evaluate_claims`.
+    Brittleness counts with the opposite sign. Figures that are missing are left out.
 
     *reproduced*: the first step is a gain and the second brings less, both beyond their intervals.
     *not reproduced*: the first step is a loss, or the second brings more. *undecided* otherwise.
