@@ -114,10 +114,13 @@ class Saved(NamedTuple):
     png: Path
     width: int  # of what is shown, in pixels of a screen
 
+    def __repr__(self) -> str:
+        return f"<figure {self.png.name}>"
+
     def _repr_mimebundle_(self, include=None, exclude=None):
         data = {
             "image/png": base64.b64encode(small_png(self.png)).decode(),
-            "text/plain": f"<figure {self.png.name}>",
+            "text/plain": repr(self),
         }
         return data, {"image/png": {"width": self.width}}
 

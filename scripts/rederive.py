@@ -42,6 +42,10 @@ class NotStored(Exception):
     """Needs what is not kept."""
 
 
+class Disagrees(Exception):
+    """Kept results that do not agree with each other."""
+
+
 def refuse(*_, **__):
     raise NotStored
 
@@ -121,7 +125,7 @@ class Kept:
         raise NotStored
 
     def evaluate_claims(self, res, claims, *_, **__) -> pd.DataFrame:
-        """Kept findings. Raises ValueError where their figures are not those of the summary."""
+        """Kept findings. Raises Disagrees where their figures are not those of the summary."""
         claims = list(claims)
         found = self._findings(claims)
         index = ["method", "benchmark", "group", "metric"]
@@ -132,7 +136,7 @@ class Kept:
                 if at not in figures.index:
                     continue
                 if not np.isclose(figures[at], row[side], atol=1e-6, equal_nan=True):
-                    raise ValueError(
+                    raise Disagrees(
                         f"the finding {claim.text!r} has {side} = {row[side]:.4f}, and the summary "
                         f"{figures[at]:.4f} for {', '.join(at)}"
                     )
@@ -234,6 +238,19 @@ def same(ours: dict, theirs: dict) -> str:
     )
 
 
+def in_some_row(interval: tuple[str, str, str], table: pd.DataFrame, rounded) -> bool:
+    """Whether a row of a kept table has a figure with these ends of its interval."""
+    value, lo, hi = interval
+    figures = table.select_dtypes("number")
+    for row in (
+        figures.drop(columns=["lo", "hi"]).assign(lo=table.lo, hi=table.hi).itertuples(False)
+    ):
+        *others, row_lo, row_hi = row
+        if rounded(lo, row_lo) and rounded(hi, row_hi) and any(rounded(value, v) for v in others):
+            return True
+    return False
+
+
 def from_kept(data: dict, source: str, kept: Kept) -> str | None:
     """Compare a committed table, row by row, with the kept table that its cell wrote.
 
@@ -263,22 +280,16 @@ def from_kept(data: dict, source: str, kept: Kept) -> str | None:
         if (m := re.fullmatch(rf"({number.pattern}) \[({number.pattern}), ({number.pattern})\]", c))
     ]
     body = [r for r in rows if any(number.fullmatch(c) for c in r)]
+    missing = ""
     for n in dict.fromkeys(names):
         t = kept.tables[n]
-        if spread and {"value", "lo", "hi"} <= set(t):
-            gone = [
-                m
-                for m in spread
-                if not any(
-                    all(map(rounded, m, r))
-                    for r in t[["value", "lo", "hi"]].itertuples(index=False)
-                )
-            ]
-            return (
-                f"table {n}: {gone[0][0]} [{gone[0][1]}, {gone[0][2]}] is in no row of {n}.csv"
-                if gone
-                else ""
-            )
+        if spread and {"lo", "hi"} <= set(t):
+            gone = [m for m in spread if not in_some_row(m, t, rounded)]
+            if not gone:
+                return ""
+            value, lo, hi = gone[0]
+            missing = f"table {n}: {value} [{lo}, {hi}] is in no row of {n}.csv"
+            continue
         index = all(r[0] == str(i) for i, r in enumerate(body))
         if len(body) != len(t):
             continue
@@ -289,7 +300,7 @@ def from_kept(data: dict, source: str, kept: Kept) -> str | None:
                     label = ", ".join(x for x in row if not number.fullmatch(x))[:60]
                     return f"table {n}, row {i + 1} ({label}): {c!r} is not in that row of {n}.csv"
         return ""
-    return None
+    return missing or None
 
 
 def profile_shown(cells) -> str | None:
@@ -340,7 +351,7 @@ class Again:
         wanted = outputs(cell)
         try:
             return self.execute(cell), bool(wanted), False
-        except ValueError as error:
+        except Disagrees as error:
             return [str(error)], True, False
         except FOLLOWS:
             self.swap()
@@ -350,7 +361,7 @@ class Again:
 
 
 # NotStored, and what follows from it in later cells
-FOLLOWS = (NotStored, NameError, AttributeError, KeyError, TypeError, IndexError)
+FOLLOWS = (NotStored, NameError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def notebook(path: Path, root: Path = ROOT) -> tuple[list[str], int, int]:

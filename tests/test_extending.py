@@ -1,11 +1,24 @@
-"""What CONTRIBUTING.md says: a loss and a row of one's own, through the public registries."""
+"""What CONTRIBUTING.md says: a loss, a row and a benchmark of one's own, by public registries."""
 
 import dataclasses
 
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 
+from compvl.benchmarks import (
+    Loaded,
+    Pair,
+    list_benchmarks,
+    load_benchmark,
+    loading,
+    register,
+    registry,
+)
+from compvl.benchmarks.files import read_list
+from compvl.core import write_json
+from compvl.evaluate import evaluate
 from compvl.models.clip import create_model
 from compvl.paper import PROFILES, ROWS, TABLES, Row, TableSpec
 from compvl.paper.columns import ACCURACY
@@ -61,3 +74,35 @@ def test_a_row_and_a_loss_of_ones_own(own_loss, tiny, tmp_path, monkeypatch):
     assert "CLIP with a margin" in table.markdown()
     metrics = next((tmp_path / "runs").glob("clip+margin-*/metrics.csv"))
     assert (pd.read_csv(metrics).margin > 0).all()
+
+
+def test_a_benchmark_of_ones_own(tmp_path, monkeypatch):
+    """A registered benchmark is listed, loaded, and evaluated with a model."""
+    monkeypatch.setattr(registry, "REGISTRY", registry.REGISTRY.copy())
+    monkeypatch.setattr(loading, "REGISTRY", registry.REGISTRY)
+
+    @register("toy-colors", "pair", published_n=6, places=("images",))
+    def load_toy(request):
+        """The color of a picture."""
+        entries = read_list(request.file("toy.json"))
+        pairs = [Pair(f"{request.name}-{i}", *entry) for i, entry in enumerate(entries)]
+        return Loaded(pairs, "toy.json")
+
+    colors = ["red", "green", "blue"]
+    entries = []
+    for i in range(6):
+        color = colors[i % 3]
+        path = tmp_path / "images" / f"{i}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (48, 48), color).save(path)
+        entries.append([path.name, f"a {color} picture", f"a {colors[(i + 1) % 3]} picture"])
+    write_json(tmp_path / "toy.json", entries)
+
+    assert "toy-colors" in list_benchmarks()
+    benchmark = load_benchmark("toy-colors", tmp_path)
+    assert benchmark.coverage == 1
+    torch.manual_seed(0)
+    model = create_model(device="cpu")
+    figures = evaluate(model, benchmark, n_boot=10, progress=False).set_index("metric")
+    assert figures.n["accuracy"] == 6
+    assert 0 <= figures.value["accuracy"] <= 100
