@@ -33,7 +33,7 @@ class CaptionRow(NamedTuple):
     problem: str = ""  # why there is no caption
     cells: tuple = ()  # the row of a table
 
-# %% ../../nbs/lib/text/10a_caption_files.ipynb #4ae2500f
+# %% ../../nbs/lib/text/10a_caption_files.ipynb #430a9f36
 def _is_lines(head: str) -> bool:
     """Whether JSON that begins with `head` is one value a line rather than one document."""
     head = head.lstrip()
@@ -49,10 +49,10 @@ def _format_of(path: Path, suffix: str, head: str) -> str:
     first = head.lstrip()[:1]
     if suffix.endswith((".csv", ".tsv")):
         return "csv"
-    if not first:
-        raise CompvlError(f"{path} is empty.")
     if suffix.endswith((".jsonl", ".ndjson")):
         return "jsonl"
+    if not first:
+        raise CompvlError(f"{path} is empty.")
     if first in '{["' and _is_lines(head):
         return "jsonl"
     if first in "{[":
@@ -62,7 +62,7 @@ def _format_of(path: Path, suffix: str, head: str) -> str:
         "header (.csv, .tsv) or COCO captions (.json)."
     )
 
-# %% ../../nbs/lib/text/10a_caption_files.ipynb #2274eb19
+# %% ../../nbs/lib/text/10a_caption_files.ipynb #03655587
 class Captions:
     """The captions of a file, one `CaptionRow` after the other; may be gzip-compressed.
 
@@ -76,7 +76,7 @@ class Captions:
     Attributes: `format` ('jsonl', 'csv' or 'json'); `columns` of a table; `share`, 0 to 1, the part
     of the file that has been read, from where captions begin.
 
-    Raises `CompvlError` with file and line for files that cannot be read, and for malformed entries.
+    Raises `CompvlError` with file and line if a file cannot be read or an entry is malformed.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Captions:
 
     def _open(self):
         try:
-            self._raw = open(self.path, "rb")
+            self._raw = open(self.path, "rb")  # noqa: SIM115  read as long as there are rows
         except FileNotFoundError:
             raise CompvlError(f"{self.path} does not exist.") from None
         except OSError as error:

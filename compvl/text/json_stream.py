@@ -111,12 +111,12 @@ class _Reader:
                 yield name, None, self.value()
             more = self.skip(",", "}") == ","
 
-# %% ../../nbs/lib/text/10_json_stream.ipynb #5be732f5
+# %% ../../nbs/lib/text/10_json_stream.ipynb #2adb2449
 def json_entries(
     text: io.TextIOBase,
     path="the file",  # for messages
 ) -> Iterator[tuple[str, int | None, Any]]:
-    """`(name, i, entry)` for the entries of lists in a JSON object, `(name, None, value)` for others.
+    """`(name, i, entry)` for entries of lists in a JSON object, `(name, None, value)` for others.
 
     The name is `''` for a document that is a list. Keeps one entry in memory. Raises `CompvlError`
     with the character at which the document is malformed.
