@@ -16,7 +16,8 @@ import pytest
 from compvl.core import CompvlError, read_json, read_jsonl
 from compvl.data.aligned import read_aligned
 from compvl.text.caption_files import Captions
-from compvl.text.pipeline import CHUNK, perturb_file
+from compvl.text.pipeline import perturb_file
+from compvl.text.workers import CHUNK
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 
@@ -382,11 +383,12 @@ def test_a_large_document_is_read_in_little_memory(tmp_path):
 
 STREAM = """
 import json, os, psutil, sys
-from compvl.text import pipeline as perturb
-seen, add = [], perturb._Output.add
+from compvl.text.pipeline import perturb_file
+from compvl.text.resumable_lines import ResumableLines
+seen, add = [], ResumableLines.add
 def measured(self, rows, block): add(self, rows, block); seen.append(psutil.Process().memory_info().rss)
-perturb._Output.add = measured
-s = perturb.perturb_file("hn", sys.argv[3], sys.argv[1], sys.argv[2], workers=0, progress=False)
+ResumableLines.add = measured
+s = perturb_file("hn", sys.argv[3], sys.argv[1], sys.argv[2], workers=0, progress=False)
 print(json.dumps(dict(n=s.n, early=max(seen[:20]), late=max(seen))))
 """
 

@@ -19,6 +19,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "operators": ["OPERATORS", "Perturbed", "Refused", "Step", "TARGETS", "apply_operator"],
         "parser": ["Parse", "parse", "parse_many"],
         "tokens": ["span_tokens", "token_masks", "token_spans"],
-        "pipeline": ["Captions", "perturb_file"],
+        "caption_files": ["Captions"],
+        "pipeline": ["perturb_file"],
     },
 )

@@ -47,7 +47,7 @@ def best_of(entries: list[dict]) -> list[dict]:
         best += sorted(by_operator[operator], key=_rank)[:SAMPLE]
     return best
 
-# %% ../../nbs/lib/text/11_perturb_summary.ipynb #9e61e1cf
+# %% ../../nbs/lib/text/11_perturb_summary.ipynb #ea0dbd0f
 @dataclass
 class PerturbSummary:
     """What a file of captions became.
@@ -77,7 +77,7 @@ class PerturbSummary:
     def _made_table(self):
         from rich.table import Table
 
-        targets = sorted({target for counts in self.made.values() for target in counts})
+        targets = sorted(set().union(*self.made.values()))
         things = OUTPUT_KINDS[self.kind].replace("_", " ")
         title = f"{things}s by {self.method}: {self.path}"
         table = Table("operator", *targets, "all", title=title)
@@ -125,6 +125,7 @@ class PerturbSummary:
     def __str__(self):
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=140, color_system=None)
+        out = io.StringIO()
+        console = Console(file=out, width=140, color_system=None, force_jupyter=False)
         console.print(self)
-        return console.file.getvalue()
+        return out.getvalue()

@@ -24,7 +24,7 @@ def _language_model(
     `options`: `key_env`, `concurrency`, `rpm` and `device`, each None if not given. The pipeline
     checks whether the method can use them.
     """
-    from compvl.text.pipeline import LM_METHODS
+    from compvl.text.lm_hard_positives import LM_METHODS
 
     if model and method in LM_METHODS:
         from compvl.text.llm import open_client
