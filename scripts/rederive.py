@@ -242,12 +242,14 @@ def in_some_row(interval: tuple[str, str, str], table: pd.DataFrame, rounded) ->
     """Whether a row of a kept table has a figure with these ends of its interval."""
     value, lo, hi = interval
     figures = table.select_dtypes("number")
-    for row in (
-        figures.drop(columns=["lo", "hi"]).assign(lo=table.lo, hi=table.hi).itertuples(False)
-    ):
-        *others, row_lo, row_hi = row
-        if rounded(lo, row_lo) and rounded(hi, row_hi) and any(rounded(value, v) for v in others):
-            return True
+    lows = [name for name in figures if name == "lo" or name.endswith("_lo")]
+    for low in lows:
+        high = low.removesuffix("lo") + "hi"
+        others = figures.columns.difference([low, high])
+        for row in figures.to_dict("records"):
+            ends_agree = rounded(lo, row[low]) and rounded(hi, row[high])
+            if ends_agree and any(rounded(value, row[name]) for name in others):
+                return True
     return False
 
 
@@ -283,7 +285,7 @@ def from_kept(data: dict, source: str, kept: Kept) -> str | None:
     missing = ""
     for n in dict.fromkeys(names):
         t = kept.tables[n]
-        if spread and {"lo", "hi"} <= set(t):
+        if spread and any(name.endswith("lo") for name in t):
             gone = [m for m in spread if not in_some_row(m, t, rounded)]
             if not gone:
                 return ""
