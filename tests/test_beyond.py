@@ -93,13 +93,13 @@ import os, sys
 from pathlib import Path
 from types import SimpleNamespace
 import pieces
-def one(profile, row, seed, by_split):
+def make_piece(profile, row, seed, by_split):
     key = row.key
     if key == "wrong": raise ValueError("no such row")
     if key == "killed": os._exit(9)
     Path(os.environ["COMPVL_PIECES"], f"{key}-{seed}").touch()
 if __name__ == "__main__":
-    pieces.one = one
+    pieces.make_piece = make_piece
     rows = [SimpleNamespace(key=k) for k in ("a", "wrong", "b", "killed", "c", "not asked for")]
     pieces.plan = lambda profile: [(r, s, {}) for s in (0, 1) for r in rows]
     pieces.main()
