@@ -1,124 +1,241 @@
-"""Keep a reproduction as the project's committed results:  python scripts/keep.py [--times] [reproduction]
+"""Keep a reproduction as the project's committed results.
 
-Copies its tidy results to data/results/<profile>/, its figures to figures/ and its small outputs into nbs/paper/, so that they can be
-read on the web; runs what reads results (the ledger of claims) once more on those that were kept; renders README.md, whose tables come from there. Of a reproduction of some notebooks, the results of these are replaced, and those of the
-others stay. Refuses results of a working tree with uncommitted changes: nobody could say which code made them.
-Where training was done before, piece by piece (COMPVL_PIECES is its folder), training.csv beside the results says what it took.
-With --times, keeps only how long the notebooks of its profile took, from which `compvl reproduce` tells how much time is left.
+    python scripts/keep.py [--times] [reproduction]
+
+It copies tidy results to data/results/<profile>/, figures to figures/ and outputs into nbs/paper/,
+so that they can be read on the web. It runs the ledger of statements once more on the results that
+were kept, and renders README.md, whose table comes from there. A reproduction of some notebooks
+replaces the results of these and leaves those of the others.
+
+It refuses results of a working tree with uncommitted changes: nobody could say which code made
+them. If rows were trained beforehand, piece by piece ($COMPVL_PIECES is the folder of the pieces),
+training.csv beside the results says what that took.
+
+With --times it keeps only how long the notebooks took; `compvl reproduce` estimates the time that
+is left from that.
 """
+
+import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import nbformat
 import pandas as pd
 from nbdev.clean import nbdev_clean
-
-from compvl.core import notebook_number
-from compvl.experiments import ROWS, TABLE8, Pieces, get_profile, run_config
-from compvl.reproduce import reads_others, reproduce
 from readme import ROOT, write
 
-LARGEST = 200_000  # bytes of an output that is kept in a notebook; larger figures are in figures/
+from compvl.app.plan import reads_others
+from compvl.app.reproduction import reproduce
+from compvl.core import notebook_number
+from compvl.paper.pieces import Pieces
+from compvl.paper.profiles import get_profile
+from compvl.paper.rows import ROWS
+from compvl.paper.runs import run_config
+from compvl.paper.table_rows import HP_TABLE8
+
+NOTEBOOKS = ROOT / "nbs/paper"
+TIMES = ("name", "status", "profile", "commit", "seconds", "peak_mb")
+
+
+def read(path: Path):
+    """The contents of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def clean_output(output, out: Path):
+    """An output without this machine's paths and without counters."""
+    output = json.loads(json.dumps(output).replace(str(out.resolve()), "reproduction"))
+    if "data" in output:
+        output["metadata"] = {}
+    if output["output_type"] == "execute_result":
+        output["execution_count"] = None
+    return nbformat.from_dict(output)
+
+
+def set_profile(cell, executed):
+    """Show the profile that the outputs below were made with in the cell of parameters."""
+    injected = [c for c in executed.cells if "injected-parameters" in c.metadata.get("tags", [])]
+    for line in (line for c in injected for line in c.source.split("\n")):
+        if line.startswith("profile ="):
+            lines = cell.source.split("\n")
+            default = next(x for x in lines if x.startswith("profile ="))
+            comment = default.partition("#")[2]
+            lines[lines.index(default)] = f"{line}  #{comment}" if comment else line
+            cell.source = "\n".join(lines)
 
 
 def with_outputs(source: Path, executed: Path, out: Path):
-    """Give the notebook `source` the small outputs of its execution, without this machine's paths."""
-    nb, ran = (nbformat.read(p, as_version=4) for p in (source, executed))
-    outputs = {c["id"]: c.get("outputs", []) for c in ran.cells}
-    for cell in nb.cells:
+    """Give the notebook `source` the outputs of its execution."""
+    notebook = nbformat.read(source, as_version=4)
+    ran = nbformat.read(executed, as_version=4)
+    outputs = {cell["id"]: cell.get("outputs", []) for cell in ran.cells}
+    for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        kept = [json.loads(json.dumps(o).replace(str(out.resolve()), "reproduction")) for o in outputs.get(cell["id"], []) if len(json.dumps(o)) <= LARGEST]
-        cell.outputs = [nbformat.from_dict(o | {"metadata": {}} | ({"execution_count": None} if o["output_type"] == "execute_result" else {})) if "data" in o
-                        else nbformat.from_dict(o) for o in kept]
+        if "parameters" in cell.metadata.get("tags", []):
+            set_profile(cell, ran)
+        cell.outputs = [clean_output(output, out) for output in outputs.get(cell["id"], [])]
         cell.execution_count = None
-    source.write_text(nbformat.writes(nb, indent=1) + "\n", encoding="utf-8")
+    source.write_text(nbformat.writes(notebook, indent=1) + "\n", encoding="utf-8")
 
 
-def times(out: Path, folder: Path | None = None):
-    """Write what became of each notebook, and in what time, to notebooks.json in `folder` (default: that of the profile); what is there of others stays."""
-    record = [{k: r[k] for k in ("name", "status", "profile", "commit", "seconds", "peak_mb")}
-              for r in (json.loads(p.read_text(encoding="utf-8"))["result"] for p in sorted((out / "notebooks").glob("*.json")))]
-    if len({r["profile"] for r in record}) != 1:
-        raise SystemExit(f"{out}: expected notebooks of one profile, found {sorted({r['profile'] for r in record})}")
-    folder = folder or ROOT / "data/results" / record[0]["profile"]
+def keep_times(out: Path, folder: Path | None = None):
+    """Write the status and the time of each notebook to notebooks.json in `folder`.
+
+    The default is the folder of the profile. Entries of other notebooks stay.
+    """
+    results = [read(path)["result"] for path in sorted((out / "notebooks").glob("*.json"))]
+    profiles = {result["profile"] for result in results}
+    if len(profiles) != 1:
+        raise SystemExit(f"{out}: expected notebooks of one profile, found {sorted(profiles)}")
+    folder = folder or ROOT / "data/results" / profiles.pop()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "notebooks.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    found = {r["name"]: r for r in [*before, *record]}
-    path.write_text(json.dumps([found[k] for k in sorted(found)], indent=1) + "\n", encoding="utf-8")
+    entries = {entry["name"]: entry for entry in (read(path) if path.exists() else [])}
+    for result in results:
+        entries[result["name"]] = {key: result[key] for key in TIMES}
+    ordered = [entries[name] for name in sorted(entries)]
+    path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 
 
-def training(runs: list[dict], pieces: Path, folder: Path):
-    """Write the training runs behind the rows of these results, with their seconds, to training.csv in `folder`: those whose metrics are among the pieces; what is there of others stays."""
+def training_run(row, seed: int, profile, pieces: Pieces) -> dict | None:
+    """The name, steps and seconds of a training run whose metrics are among the pieces."""
+    config = run_config(row, profile, seed)
+    if config is None or not pieces.file(config).exists():
+        return None
+    metrics = pieces.file(config)
+    speed = pd.read_csv(metrics).samples_per_s
+    return dict(
+        method=row.key,
+        seed=seed,
+        run=metrics.name.removesuffix(".csv.gz"),
+        steps=len(speed),
+        seconds=round((config.batch_size / speed).sum(), 1),
+    )
+
+
+def keep_training(runs: list[dict], pieces: Path, folder: Path):
+    """Write the training runs behind these results to training.csv in `folder`.
+
+    Entries of other runs stay.
+    """
     path = folder / "training.csv"
-    before = pd.read_csv(path).to_dict("records") if path.exists() else []
-    profile, found, models = get_profile(runs[0]["profile"]["name"]), [], {r.key: r for r in TABLE8}
-    for key, seed in sorted({(r["method"], r["seed"]) for told in runs for r in told["rows"]}, key=lambda r: r[::-1]):
-        if config := run_config(models.get(key, ROWS[key]), profile, seed):
-            metrics = Pieces(pieces).file(config)
-            if metrics.exists():
-                speed = pd.read_csv(metrics).samples_per_s
-                found.append(dict(method=key, seed=seed, run=metrics.name.removesuffix(".csv.gz"), steps=len(speed), seconds=round((config.batch_size / speed).sum(), 1)))
-    of = {(r["method"], r["seed"]): r for r in [*before, *found]}
-    pd.DataFrame([of[k] for k in sorted(of, key=lambda k: k[::-1])]).to_csv(path, index=False)
+    entries = pd.read_csv(path).to_dict("records") if path.exists() else []
+    profile = get_profile(runs[0]["profile"]["name"])
+    pretrained = {row.key: row for row in HP_TABLE8}
+    wanted = {(entry["method"], entry["seed"]) for run in runs for entry in run["rows"]}
+    for key, seed in sorted(wanted):
+        found = training_run(pretrained.get(key, ROWS[key]), seed, profile, Pieces(pieces))
+        if found:
+            entries.append(found)
+    latest = {(entry["seed"], entry["method"]): entry for entry in entries}
+    pd.DataFrame([latest[at] for at in sorted(latest)]).to_csv(path, index=False)
 
 
-def pictures(out: Path) -> set[str]:
-    """Copy the figures of `out`; their names."""
-    found = [p for p in (out / "figures").glob("*") if p.suffix in (".png", ".svg")]
+def keep_pictures(out: Path) -> set[str]:
+    """Copy the figures of `out`. Returns their names."""
+    found = sorted((out / "figures").glob("*.png"))
     for path in found:
         shutil.copy(path, ROOT / "figures")
-    return {p.name for p in found}
+    return {path.name for path in found}
+
+
+def checked_runs(out: Path) -> list[dict]:
+    """The records of all results of `out`, of one profile at one clean commit."""
+    runs = [read(path) for path in sorted((out / "results").glob("*.json"))]
+    profiles = sorted({run["profile"]["name"] for run in runs})
+    commits = sorted({run["environment"]["commit"] for run in runs})
+    unclear = [commit for commit in commits if "dirty" in commit or commit == "unknown"]
+    if len(profiles) != 1 or len(commits) != 1 or unclear:
+        raise SystemExit(
+            f"{out}: expected results of one profile at one clean commit, found profiles {profiles}"
+            f" at commits {commits}: commit, and reproduce with --force."
+        )
+    problems = {key: why for run in runs for key, why in run["problems"].items()}
+    if problems:
+        raise SystemExit(f"{out}: rows failed: {problems}")
+    return runs
+
+
+def checked_tables(out: Path) -> list[Path]:
+    """The tables of `out` that are no views of its results (those come as .md and .html too)."""
+    tables = [
+        path
+        for path in sorted((out / "tables").glob("*.csv"))
+        if not path.with_suffix(".md").exists()
+    ]
+    both = {path.name for path in tables} & {path.name for path in (out / "results").iterdir()}
+    if both:
+        raise SystemExit(
+            f"{out}: results and a table have the same name: {', '.join(sorted(both))}. One would"
+            " replace the other: rename the table in its notebook."
+        )
+    return tables
+
+
+def remove_old(folder: Path, made: set[str]):
+    """Remove the results of the notebooks that were made; of all, if all were made."""
+    numbers = {notebook_number(name) for name in made}
+    every = made >= {path.stem for path in NOTEBOOKS.glob("[0-9]*.ipynb")}
+    for path in folder.iterdir():
+        if path.is_file() and (every or notebook_number(path.stem) in numbers):
+            path.unlink()
+
+
+def read_again(folder: Path) -> set[str]:
+    """Run the notebooks that read results on those that were just kept. Returns their figures."""
+    sources = sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))
+    names = [path.stem for path in sources if reads_others(nbformat.read(path, as_version=4))]
+    if not names:
+        return set()
+    with tempfile.TemporaryDirectory() as tmp:
+        if not reproduce(names, folder.name, out=tmp).ok:
+            raise SystemExit(f"{', '.join(names)} fail on the results that were kept: see above")
+        for path in sorted(Path(tmp, "tables").glob("*.csv")):
+            shutil.copy(path, folder)
+        for name in names:
+            with_outputs(
+                NOTEBOOKS / f"{name}.ipynb", Path(tmp) / f"notebooks/{name}.ipynb", Path(tmp)
+            )
+        return keep_pictures(Path(tmp))
 
 
 def keep(out: Path):
-    """Copy what `out` holds, after checking that all of it was made at one commit, by one profile."""
-    kept = sorted((out / "results").glob("*.json"))
-    runs = [json.loads(p.read_text(encoding="utf-8")) for p in kept]
-    profiles = {r["profile"]["name"] for r in runs}
-    commits = {r["environment"]["commit"] for r in runs}
-    if len(profiles) != 1 or len(commits) != 1 or any("dirty" in c or c == "unknown" for c in commits):
-        raise SystemExit(f"{out}: expected results of one profile at one clean commit, found profiles {sorted(profiles)} at commits {sorted(commits)}: commit, and reproduce with --force.")
-    if problems := {k: v for r in runs for k, v in r["problems"].items()}:
-        raise SystemExit(f"{out}: rows failed: {problems}")
-    tables = [p for p in sorted((out / "tables").glob("*.csv")) if not p.with_suffix(".md").exists()]  # those with .md and .html are views of the results
-    if both := {p.name for p in tables} & {p.name for p in (out / "results").iterdir()}:
-        raise SystemExit(f"{out}: results and a table of the same name: {', '.join(sorted(both))}. One would replace the other: rename the table in its notebook.")
-    folder = ROOT / "data/results" / profiles.pop()
+    """Copy what `out` contains."""
+    runs = checked_runs(out)
+    tables = checked_tables(out)
+    made = {path.stem for path in (out / "notebooks").glob("*.ipynb")}
+    folder = ROOT / "data/results" / runs[0]["profile"]["name"]
     folder.mkdir(parents=True, exist_ok=True)
-    ours = ROOT / "nbs/paper"
-    made = {p.stem for p in (out / "notebooks").glob("*.ipynb")}
-    every = made >= {p.stem for p in ours.glob("[0-9]*.ipynb")}
-    for old in folder.iterdir():
-        if old.is_file() and (every or notebook_number(old.stem) in set(map(notebook_number, made))):  # pieces of runs, in a folder of their own, stay
-            old.unlink()
-    for path in [*kept, *sorted((out / "results").glob("*.csv")), *tables]:
+    remove_old(folder, made)
+    results = out / "results"
+    for path in [*results.glob("*.json"), *results.glob("*.csv"), *tables]:
         shutil.copy(path, folder)
-    times(out, folder)
-    if pieces := os.environ.get("COMPVL_PIECES"):
-        training(runs, Path(pieces), folder)
-    figures = pictures(out)
+    keep_times(out, folder)
+    pieces = os.environ.get("COMPVL_PIECES")
+    if pieces:
+        keep_training(runs, Path(pieces), folder)
+    figures = keep_pictures(out)
     for name in sorted(made):
-        with_outputs(ours / f"{name}.ipynb", out / f"notebooks/{name}.ipynb", out)
-    reading = [p.stem for p in sorted(ours.glob("[0-9]*.ipynb")) if reads_others(nbformat.read(p, as_version=4))]
-    if reading:  # they say which results they read: now those that were just kept
-        with tempfile.TemporaryDirectory() as tmp:
-            if not reproduce(reading, folder.name, out=tmp).ok:
-                raise SystemExit(f"{', '.join(reading)} fail on the results that were kept: see above")
-            for path in sorted(Path(tmp, "tables").glob("*.csv")):
-                shutil.copy(path, folder)
-            figures |= pictures(Path(tmp))
-            for name in reading:
-                with_outputs(ours / f"{name}.ipynb", Path(tmp) / f"notebooks/{name}.ipynb", Path(tmp))
-    nbdev_clean(fname=str(ours))
+        with_outputs(NOTEBOOKS / f"{name}.ipynb", out / f"notebooks/{name}.ipynb", out)
+    figures |= read_again(folder)
+    nbdev_clean(fname=str(NOTEBOOKS))
     write()
-    print(f"kept {len(list(folder.iterdir()))} files in {folder.relative_to(ROOT)} and {len(figures)} figures in figures/")
+    count = len(list(folder.iterdir()))
+    print(
+        f"kept {count} files in {folder.relative_to(ROOT)} and {len(figures)} figures in figures/"
+    )
 
 
 if __name__ == "__main__":
-    (times if "--times" in sys.argv else keep)(Path(next((a for a in sys.argv[1:] if a != "--times"), ROOT / "reproduction")))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", nargs="?", type=Path, default=ROOT / "reproduction")
+    parser.add_argument("--times", action="store_true", help="keep only the times of notebooks")
+    arguments = parser.parse_args()
+    if arguments.times:
+        keep_times(arguments.out)
+    else:
+        keep(arguments.out)

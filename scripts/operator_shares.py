@@ -1,10 +1,17 @@
-"""Which operators made the negatives of published benchmarks?  python scripts/operator_shares.py FOLDER
+"""Which operators made the negatives of published benchmarks?
 
-FOLDER holds released files: valse/, vl_checklist/ (Visual Genome part), aro/coco_val_neg_captions.tsv, sugarcrepe/. Writes to data/results:
-- operator_shares.csv: by benchmark and group, the share of negatives whose main operator by `compvl.classify` is each of its KINDS, with a 95 % Wilson interval,
-  and of `tcl`, the three of TCL (SWAP, REPLACE, ADD) together;
-- classify_sugarcrepe.csv: how often that operator is the one that SugarCrepe's split is named for. `classify` was designed on the items of even index.
+    python scripts/operator_shares.py FOLDER
+
+FOLDER contains released files: valse/, vl_checklist/ (its Visual Genome part),
+aro/coco_val_neg_captions.tsv and sugarcrepe/. The script writes to data/results:
+
+- operator_shares.csv: by benchmark and group, the share of negatives whose main operator
+  (`compvl.text.classify`) is each of EDIT_KINDS, with a 95 % Wilson interval, and the share of
+  TCL's three operators (SWAP, REPLACE, ADD) together;
+- classify_sugarcrepe.csv: how often that operator is the one that SugarCrepe's split is named for.
+  `classify` was designed on the items of even index.
 """
+
 import ast
 import sys
 from collections import Counter
@@ -13,40 +20,75 @@ from pathlib import Path
 import pandas as pd
 
 from compvl.benchmarks import load_benchmark, load_benchmarks
-from compvl.classify import KINDS, classify, operator_shares
 from compvl.core import data_dir, git_commit
+from compvl.text import EDIT_KINDS, classify, operator_shares
+
+TARGET_NAMES = {"obj": "object", "att": "attribute", "rel": "relation"}
+
+
+def aro_negatives(folder: Path):
+    """(benchmark, group, caption, negative) of ARO's negatives of COCO captions."""
+    table = pd.read_csv(folder / "aro/coco_val_neg_captions.tsv", sep="\t")
+    for caption, foils in zip(table.title, table.neg_caption, strict=True):
+        for foil in ast.literal_eval(foils):
+            yield "ARO COCO captions", "", caption, foil
 
 
 def negatives(folder: Path):
-    "(benchmark, group, caption, negative) of every released negative; each counts in its group and in all."
-    for b in load_benchmarks("valse", folder):
-        for i in b.items: yield "VALSE", b.name.removeprefix("valse-"), i.caption, i.foil
+    """(benchmark, group, caption, negative) of every released negative."""
+    for benchmark in load_benchmarks("valse", folder):
+        group = benchmark.name.removeprefix("valse-")
+        for item in benchmark.items:
+            yield "VALSE", group, item.caption, item.foil
     for part in ("relation", "attribute"):
-        for i in load_benchmark(f"vl-checklist-{part}", folder, source="vg").items: yield "VL-CheckList VG", f"{part}/{i.group.removeprefix('vg/')}", i.caption, i.foil
-    table = pd.read_csv(folder / "aro/coco_val_neg_captions.tsv", sep="\t")
-    for caption, foils in zip(table.title, table.neg_caption):
-        for foil in ast.literal_eval(foils): yield "ARO COCO captions", "", caption, foil
-    for b in load_benchmarks("sugarcrepe", folder):
-        for i in b.items: yield "SugarCrepe", b.name.removeprefix("sugarcrepe-"), i.caption, i.foil
+        for item in load_benchmark(f"vl-checklist-{part}", folder, source="vg").items:
+            group = f"{part}/{item.group.removeprefix('vg/')}"
+            yield "VL-CheckList VG", group, item.caption, item.foil
+    yield from aro_negatives(folder)
+    for benchmark in load_benchmarks("sugarcrepe", folder):
+        split = benchmark.name.removeprefix("sugarcrepe-")
+        for item in benchmark.items:
+            yield "SugarCrepe", split, item.caption, item.foil
+
+
+def split_agreement(benchmark, half: str) -> dict:
+    """Agreement of the main operator, and of the target, with the name of a SugarCrepe split."""
+    operator, target = benchmark.name.removeprefix("sugarcrepe-").split("-")
+    remainder = ("even", "odd").index(half)
+    items = [i for i in benchmark.items if int(i.id.rsplit("-", 1)[1]) % 2 == remainder]
+    found = [classify(item.caption, item.foil) for item in items]
+    counts = Counter(operators.main for operators in found)
+    right_target = sum(operators.target == TARGET_NAMES[target] for operators in found)
+    return dict(
+        split=f"{operator}_{target}",
+        half=half,
+        n=len(found),
+        agreement=round(counts[operator] / len(found), 4),
+        target_agreement=round(right_target / len(found), 4),
+        **{kind: counts[kind] for kind in EDIT_KINDS},
+    )
 
 
 def agreement(folder: Path) -> pd.DataFrame:
-    "By split and half of SugarCrepe: agreement of the main operator (and of the target) with the split's name, and the counts of each operator."
-    names, out = dict(obj="object", att="attribute", rel="relation"), []
-    for b in load_benchmarks("sugarcrepe", folder):
-        operator, target = b.name.removeprefix("sugarcrepe-").split("-")
-        for half, rest in (("even", 0), ("odd", 1)):
-            found = [classify(i.caption, i.foil) for i in b.items if int(i.id.rsplit("-", 1)[1]) % 2 == rest]
-            c = Counter(r.main for r in found)
-            out.append(dict(split=f"{operator}_{target}", half=half, n=len(found), agreement=round(c[operator] / len(found), 4),
-                            target_agreement=round(sum(r.target == names[target] for r in found) / len(found), 4), **{o: c[o] for o in KINDS}))
-    table = pd.DataFrame(out)
-    return pd.concat([table, *(pd.DataFrame([dict(split="macro", half=half, n=g.n.sum(), **g[["agreement", "target_agreement"]].mean().round(4), **g[list(KINDS)].sum())])
-                               for half, g in table.groupby("half"))], ignore_index=True)
+    """Agreement with the names of SugarCrepe's splits, by split and half, and its macro average."""
+    rows = []
+    for benchmark in load_benchmarks("sugarcrepe", folder):
+        rows += [split_agreement(benchmark, half) for half in ("even", "odd")]
+    table = pd.DataFrame(rows)
+    shares = ["agreement", "target_agreement"]
+    for half, part in table.groupby("half"):
+        macro = dict(split="macro", half=half, n=part.n.sum())
+        rows.append(macro | dict(part[shares].mean().round(4)) | dict(part[list(EDIT_KINDS)].sum()))
+    return pd.DataFrame(rows)
 
 
 def main(folder: Path):
-    for name, table in (("operator_shares", operator_shares(negatives(folder))), ("classify_sugarcrepe", agreement(folder))):
+    """Write both tables."""
+    tables = {
+        "operator_shares": operator_shares(negatives(folder)),
+        "classify_sugarcrepe": agreement(folder),
+    }
+    for name, table in tables.items():
         table.assign(commit=git_commit()).to_csv(data_dir() / f"results/{name}.csv", index=False)
 
 

@@ -1,8 +1,14 @@
-"""Make the pieces of a profile with many seeds:  python scripts/pieces.py [--profile micro-full] [--processes 2] [--minutes 120] [--rows vit-b-16 rn50] [--folder data/results/micro-full/pieces]
+"""Make the pieces of a profile with many seeds.
 
-A piece is a row of the papers' tables with one seed: trained, and scored on every benchmark that the notebooks ask of it. What is there is not made again, so the command goes on where it was stopped;
-the notebooks, run with COMPVL_PIECES=<folder>, take the pieces as they are. Seeds come first: after the first round every row has one, after the second two.
+    python scripts/pieces.py [--profile micro-full] [--processes 2] [--minutes 120]
+        [--rows vit-b-16 rn50] [--folder data/results/micro-full/pieces]
+
+A piece is a row of the papers' tables with one seed: trained, and scored on every benchmark that
+the notebooks show it on. Finished pieces are kept, so the command goes on where it was stopped.
+Notebooks that run with COMPVL_PIECES=<folder> take the pieces in place of training. Seeds come
+first: after the first round every row has one, after the second two.
 """
+
 import argparse
 import multiprocessing
 import os
@@ -16,55 +22,160 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def shown():
+    """(tables, names of benchmarks, split of the microworld) that the notebooks show."""
+    from compvl.paper import table_rows as t
+    from compvl.paper.loading import CAE_BENCHMARKS, STANDARD, TRIPLET_BENCHMARKS
+    from compvl.paper.rows import rows
+
+    composition = [*CAE_BENCHMARKS, "winoground-compositional"]
+    iterated = [*TRIPLET_BENCHMARKS, *CAE_BENCHMARKS[:6], "coco-retrieval"]
+    unseen = rows(*t.UNSEEN)
+    return [
+        ((t.HP_TABLE1, t.HP_TABLE3), [*TRIPLET_BENCHMARKS, *STANDARD], None),
+        ((t.CAE_TABLE1, t.CAE_TABLE2, t.CAE_TABLE5), composition, None),
+        ((t.CAE_TABLE3, t.HP_TABLE10), ["standard"], None),
+        ((t.CAE_TABLE4,), ["sickr", "stsb"], None),
+        ((t.TCL_TABLE2,), iterated, None),
+        ((t.BEYOND,), [*TRIPLET_BENCHMARKS, STANDARD[0]], None),
+        ((t.TOGETHER,), ["aro-relation", "aro-attribution"], None),
+        ((unseen,), ["hard-positive-kinds", "combinations"], None),
+        ((unseen,), ["combinations"], "heldout"),
+    ]
+
+
+def needed_benchmarks():
+    """{row key: (row, {split: benchmarks})}; the first table that has a row says what it is."""
+    from compvl.benchmarks.loading import expand
+    from compvl.paper.loading import STANDARD, TRIPLET_BENCHMARKS
+    from compvl.paper.table_rows import HP_TABLE8
+
+    needed = {}
+    for tables, names, split in shown():
+        benchmarks = expand(names, True)
+        for table in tables:
+            for row in table:
+                if row.source == "trained":
+                    _, by_split = needed.setdefault(row.key, (row, {}))
+                    by_split.setdefault(split, {}).update(dict.fromkeys(benchmarks))
+    for row in HP_TABLE8:
+        if row.base:
+            standard = [] if row.key == "xvlm" else STANDARD  # X-VLM only scores pairs
+            needed[row.key] = (row, {None: dict.fromkeys([*TRIPLET_BENCHMARKS, *standard])})
+    return needed
+
+
 def plan(profile):
     """(row, seed, {split of the microworld: benchmarks}), in order; None is the default split."""
-    from compvl.benchmarks import expand
-    from compvl.experiments import BEYOND, CAE_BENCHMARKS, CAE_TABLE1, CAE_TABLE2, CAE_TABLE3, CAE_TABLE4, CAE_TABLE5, STANDARD, TABLE1, TABLE3, TABLE8, TABLE10, TCL_TABLE2, TOGETHER, TRIPLETS, UNSEEN, rows, run_config, seeds_of
-    asked = {}
-    for tables, names, split in [((TABLE1, TABLE3), [*TRIPLETS, *STANDARD], None), ((CAE_TABLE1, CAE_TABLE2, CAE_TABLE5), [*CAE_BENCHMARKS, "winoground-compositional"], None), ((CAE_TABLE3, TABLE10), ["standard"], None), ((CAE_TABLE4,), ["sickr", "stsb"], None),
-                                 ((TCL_TABLE2,), [*TRIPLETS, *CAE_BENCHMARKS[:6], "coco-retrieval"], None),
-                                 ((BEYOND,), [*TRIPLETS, STANDARD[0]], None), ((TOGETHER,), ["aro-relation", "aro-attribution"], None), ((rows(*UNSEEN),), ["hard-positive-kinds", "combinations"], None), ((rows(*UNSEEN),), ["combinations"], "heldout")]:
-        for r in (r for t in tables for r in t if r.source == "trained"): asked.setdefault(r.key, (r, {}))[1].setdefault(split, {}).update(dict.fromkeys(expand(names, True)))
-    asked |= {r.key: (r, {None: dict.fromkeys(TRIPLETS if r.key == "xvlm" else [*TRIPLETS, *STANDARD])}) for r in TABLE8 if r.base}
-    return sorted(((r, s, {split: list(names) for split, names in by.items()}) for r, by in asked.values() for s in seeds_of(r, profile) if run_config(r, profile, s)), key=lambda piece: piece[1])
+    from compvl.paper.runs import run_config, seeds_of
+
+    pieces = []
+    for row, by_split in needed_benchmarks().values():
+        names = {split: list(benchmarks) for split, benchmarks in by_split.items()}
+        for seed in seeds_of(row, profile):
+            if run_config(row, profile, seed):
+                pieces.append((row, seed, names))
+    return sorted(pieces, key=lambda piece: piece[1])
 
 
-def one(name, row, seed, by_split):
+def make_piece(name, row, seed, by_split):
     """Make one piece, in this process."""
-    from compvl.experiments import get_profile, results
+    from compvl.paper.evaluation import results
+    from compvl.paper.profiles import get_profile
+
+    profile = replace(get_profile(name), seeds=(seed,), base_seeds=(seed,))
     with tempfile.TemporaryDirectory() as out:
-        for split, names in by_split.items(): results([row], names, replace(get_profile(name), seeds=(seed,), base_seeds=(seed,)), out, f"piece-{split}", progress=False, split=split).check()
+        for split, benchmarks in by_split.items():
+            res = results(
+                [row], benchmarks, profile, out, f"piece-{split}", progress=False, split=split
+            )
+            res.check()
+
+
+class Workers:
+    """Processes that go from piece to piece, each keeping the pictures that it has drawn.
+
+    Where a process is killed, only its piece is lost.
+    """
+
+    def __init__(self, profile, todo, processes, minutes):
+        self.profile = profile
+        self.todo = iter(todo)
+        self.deadline = time.perf_counter() + 60 * minutes
+        self.pools = [self._start() for _ in range(processes)]
+        self.running = {}  # future -> (number of the process, piece, start in seconds)
+        self.made = 0
+        self.failed = 0
+
+    def _start(self):
+        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    def _give_work(self, number):
+        if time.perf_counter() >= self.deadline:
+            return
+        piece = next(self.todo, None)
+        if piece:
+            future = self.pools[number].submit(make_piece, self.profile, *piece)
+            self.running[future] = (number, piece, time.perf_counter())
+
+    def _finish(self, future):
+        number, (row, seed, _), started = self.running.pop(future)
+        error = future.exception()
+        outcome = f"{type(error).__name__}: {error}" if error else "done"
+        if error:
+            self.failed += 1
+        else:
+            self.made += 1
+        seconds = time.perf_counter() - started
+        print(f"{row.key}, seed {seed}: {outcome} ({seconds:.0f} s)", flush=True)
+        if isinstance(error, BrokenExecutor):
+            self.pools[number] = self._start()
+        self._give_work(number)
+
+    def run(self):
+        """Make the pieces, until all are there or the time is over; returns how many are left."""
+        for number in range(len(self.pools)):
+            self._give_work(number)
+        while self.running:
+            for future in wait(self.running, return_when=FIRST_COMPLETED).done:
+                self._finish(future)
+        for pool in self.pools:
+            pool.shutdown()
+        return len(list(self.todo))
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--profile", default="micro-full")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--rows", nargs="+", help="keys of rows: these alone")
+    parser.add_argument("--folder", type=Path)
+    return parser, parser.parse_args()
 
 
 def main():
-    a = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    a.add_argument("--profile", default="micro-full"); a.add_argument("--processes", type=int, default=2); a.add_argument("--minutes", type=float, default=1e9)
-    a.add_argument("--rows", nargs="+", help="keys of rows: these alone"); a.add_argument("--folder", type=Path)
-    o = a.parse_args()
     from compvl.core import cores
-    from compvl.experiments import get_profile
-    folder, t0, failed, made = (o.folder or ROOT/"data/results"/o.profile/"pieces").absolute(), time.perf_counter(), 0, 0
-    os.environ |= dict(COMPVL_PIECES=str(folder), OMP_NUM_THREADS=str(max(1, cores()//o.processes)))     # the processes inherit it
-    todo = plan(get_profile(o.profile))
-    if unknown := set(o.rows or ()) - {row.key for row, _, _ in todo}: a.error(f"no rows with pieces: {', '.join(sorted(unknown))}; known are {', '.join(dict.fromkeys(row.key for row, _, _ in todo))}")
-    todo = iter([piece for piece in todo if not o.rows or piece[0].key in o.rows])
-    start = lambda: ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    pools, running = [start() for _ in range(o.processes)], {}     # a process goes from piece to piece, and draws a picture once; where one is killed, only its piece is lost
-    def fill(i):
-        if time.perf_counter() - t0 < 60*o.minutes and (piece := next(todo, None)): running[pools[i].submit(one, o.profile, *piece)] = i, piece, time.perf_counter()
-    for i in range(o.processes): fill(i)
-    while running:
-        for done in wait(running, return_when=FIRST_COMPLETED).done:
-            i, (row, seed, _), t = running.pop(done)
-            error = done.exception()
-            failed, made = failed + bool(error), made + (not error)
-            print(f"{row.key}, seed {seed}: {f'{type(error).__name__}: {error}' if error else 'done'} ({time.perf_counter() - t:.0f} s)", flush=True)
-            if isinstance(error, BrokenExecutor): pools[i] = start()
-            fill(i)
-    for pool in pools: pool.shutdown()
-    left = len([*todo])
-    print(f"{made} of {made + failed + left} pieces are there, {failed} failed")
-    sys.exit(0 if not failed + left else 1)
+    from compvl.paper.profiles import get_profile
+
+    parser, options = parse_arguments()
+    folder = options.folder or ROOT / "data/results" / options.profile / "pieces"
+    # the processes inherit the environment
+    os.environ["COMPVL_PIECES"] = str(folder.absolute())
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // options.processes))
+
+    todo = plan(get_profile(options.profile))
+    known = dict.fromkeys(row.key for row, _, _ in todo)
+    unknown = sorted(set(options.rows or ()) - set(known))
+    if unknown:
+        parser.error(f"no rows with pieces: {', '.join(unknown)}; known are {', '.join(known)}")
+    if options.rows:
+        todo = [piece for piece in todo if piece[0].key in options.rows]
+
+    workers = Workers(options.profile, todo, options.processes, options.minutes)
+    left = workers.run()
+    print(f"{workers.made} of {len(todo)} pieces are there, {workers.failed} failed")
+    sys.exit(1 if workers.failed or left else 0)
 
 
 if __name__ == "__main__":

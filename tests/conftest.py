@@ -1,4 +1,5 @@
 """No test reads or fills the user's cache."""
+
 import pytest
 
 

@@ -1,4 +1,5 @@
-"""What the notebook 10_beyond asks of other modules: rows that leave those of the papers as they were, pieces of all that it shows, and combinations that no training text has."""
+"""What 10_beyond needs: its rows, their pieces, and combinations kept out of training."""
+
 import importlib.util
 import os
 import subprocess
@@ -8,66 +9,120 @@ from pathlib import Path
 
 import pytest
 
-from compvl.benchmarks import load_benchmark
+from compvl.benchmarks.loading import load_benchmark
+from compvl.benchmarks.synthetic.combinations import kept_out
 from compvl.core import CompvlError
-from compvl.counterparts import kept_out
-from compvl.experiments import BEYOND, DOSE, PROFILES, ROWS, STANDARD, TABLE8, TOGETHER, TRIPLETS, UNSEEN, train_config
-from compvl.microworld import FinetuneSet, PretrainSet
-from compvl.train import run_name
+from compvl.microworld.datasets import FinetuneSet, PretrainSet
+from compvl.paper.loading import STANDARD, TRIPLET_BENCHMARKS
+from compvl.paper.profiles import PROFILES
+from compvl.paper.rows import ROWS
+from compvl.paper.runs import train_config
+from compvl.paper.table_rows import BEYOND, DOSE, HP_TABLE8, TOGETHER, UNSEEN
+from compvl.train.loop import run_name
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def smoke_run(row):
+    """Name of the run of a row in the profile smoke."""
+    return run_name(train_config(row, PROFILES["smoke"]))
+
+
 def test_the_dial_makes_other_runs_and_leaves_the_papers_rows_alone():
-    names = {k: run_name(train_config(ROWS[k], PROFILES["smoke"])) for by in DOSE.values() for k in by.values()}
+    keys = [*DOSE["hn"].values(), *DOSE["hp+hn"].values()]
+    names = {key: smoke_run(ROWS[key]) for key in keys}
     assert len(set(names.values())) == len(names) == 8
-    said = replace(ROWS["hn"], data_options=dict(rare_share=.3))
-    assert run_name(train_config(said, PROFILES["smoke"])) == names["hn"]      # .3 is what all other rows have
+    explicit = ROWS["hn"].training(data_options=dict(rare_share=0.3))
+    assert smoke_run(explicit) == names["hn"]  # 0.3 is what all other rows have
 
 
 def test_rows_of_the_dial_need_the_microworld(tmp_path):
-    with pytest.raises(CompvlError, match="microworld only.*rare words"): train_config(ROWS["hn-rare1"], replace(PROFILES["paper"], root=str(tmp_path)))
+    with pytest.raises(CompvlError, match="microworld only.*rare words"):
+        train_config(ROWS["hn-rare1"], replace(PROFILES["paper"], root=str(tmp_path)))
+
+
+def trained_keys(table):
+    """Keys of the rows that are trained."""
+    return {row.key for row in table if row.source == "trained"}
 
 
 def test_pieces_are_made_of_all_that_the_notebook_shows():
-    spec = importlib.util.spec_from_file_location("pieces", ROOT/"scripts/pieces.py")
-    pieces = importlib.util.module_from_spec(spec); spec.loader.exec_module(pieces)
+    spec = importlib.util.spec_from_file_location("pieces", ROOT / "scripts/pieces.py")
+    pieces = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pieces)
     plan = pieces.plan(PROFILES["micro-full"])
-    asked = {r.key: by for r, s, by in plan if s == 0}
-    assert {r.key for r in BEYOND if r.source == "trained"} <= set(asked) and all({*TRIPLETS, STANDARD[0]} <= set(asked[r.key][None]) for r in BEYOND if r.source == "trained")
-    assert all({"aro-relation", "aro-attribution"} <= set(asked[r.key][None]) for r in TOGETHER if r.source == "trained")
-    assert [(s, {r.key for r, at, _ in plan if at == s} - set(asked)) for s in range(5)] == [(0, set()), *((s, {r.key for r in TABLE8 if r.base}) for s in (1, 2)), (3, set()), (4, set())]     # of the models that are compared with CLIP, seed 0 is shipped
-    assert all({*TRIPLETS, *(STANDARD if r.key != "xvlm" else ())} == set(by[None]) for r, _, by in plan if r.base)
-    for k in set(UNSEEN) - {"clip"}: assert {"hard-positive-kinds", "combinations"} <= set(asked[k][None]) and asked[k]["heldout"] == ["combinations"]
+    planned = {row.key: by_split for row, seed, by_split in plan if seed == 0}
+
+    assert trained_keys(BEYOND) <= set(planned)
+    for key in trained_keys(BEYOND):
+        assert {*TRIPLET_BENCHMARKS, STANDARD[0]} <= set(planned[key][None])
+    for key in trained_keys(TOGETHER):
+        assert {"aro-relation", "aro-attribution"} <= set(planned[key][None])
+
+    # of the models that are compared with CLIP, seed 0 is shipped
+    pretrained = {row.key for row in HP_TABLE8 if row.base}
+    for seed in range(5):
+        further = {row.key for row, at, _ in plan if at == seed} - set(planned)
+        assert further == (pretrained if seed in (1, 2) else set())
+    for row, _, by_split in plan:
+        if row.base:
+            standard = STANDARD if row.key != "xvlm" else ()
+            assert {*TRIPLET_BENCHMARKS, *standard} == set(by_split[None])
+
+    for key in set(UNSEEN) - {"clip"}:
+        assert {"hard-positive-kinds", "combinations"} <= set(planned[key][None])
+        assert planned[key]["heldout"] == ["combinations"]
 
 
 def test_training_says_no_kept_out_combination_but_falsely():
-    told = [(c, p, n) for ds in (FinetuneSet(1500), PretrainSet(1500)) for c, n, p in map(ds.texts, range(1500))]
-    assert not any(kept_out(t) for c, p, _ in told for t in (c, p) if t)
-    assert any(kept_out(n) for _, _, n in told if n)
-    assert all(kept_out(i.caption) for i in load_benchmark("combinations", n=60, split="heldout").items)
-    assert not any(kept_out(i.caption) for i in load_benchmark("combinations", n=60).items)
+    true_texts = []
+    negatives = []
+    for dataset in (FinetuneSet(1500), PretrainSet(1500)):
+        for caption, negative, positive in map(dataset.texts, range(1500)):
+            true_texts += [text for text in (caption, positive) if text]
+            negatives.append(negative)
+    assert not any(map(kept_out, true_texts))
+    assert any(kept_out(negative) for negative in negatives if negative)
+    heldout = load_benchmark("combinations", n=60, split="heldout")
+    assert all(kept_out(item.caption) for item in heldout.items)
+    assert not any(kept_out(item.caption) for item in load_benchmark("combinations", n=60).items)
 
 
-def test_a_piece_that_fails_or_whose_process_is_killed_costs_only_itself(tmp_path):
-    script = tmp_path/"some.py"
-    script.write_text("""
+SCRIPT = """
 import os, sys
 from pathlib import Path
 from types import SimpleNamespace
 import pieces
-def one(profile, row, seed, by_split):
+def make_piece(profile, row, seed, by_split):
     key = row.key
     if key == "wrong": raise ValueError("no such row")
     if key == "killed": os._exit(9)
     Path(os.environ["COMPVL_PIECES"], f"{key}-{seed}").touch()
 if __name__ == "__main__":
-    pieces.one = one
+    pieces.make_piece = make_piece
     rows = [SimpleNamespace(key=k) for k in ("a", "wrong", "b", "killed", "c", "not asked for")]
     pieces.plan = lambda profile: [(r, s, {}) for s in (0, 1) for r in rows]
     pieces.main()
-""")
-    said = subprocess.run([sys.executable, str(script), "--processes", "2", "--rows", "a", "wrong", "b", "killed", "c", "--folder", str(tmp_path)], capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT/"scripts"), str(ROOT)])})
-    assert {p.name for p in tmp_path.iterdir()} == {"some.py", *(f"{k}-{s}" for k in "abc" for s in (0, 1))}, said.stderr
-    assert said.returncode == 1 and "6 of 10 pieces are there, 4 failed" in said.stdout
-    assert "wrong, seed 0: ValueError: no such row" in said.stdout and "killed, seed 1: BrokenProcessPool" in said.stdout
+"""
+
+
+def test_a_piece_that_fails_or_whose_process_is_killed_costs_only_itself(tmp_path):
+    script = tmp_path / "some.py"
+    script.write_text(SCRIPT)
+    keys = ["a", "wrong", "b", "killed", "c"]
+    options = ["--processes", "2", "--rows", *keys, "--folder", str(tmp_path)]
+    path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, str(script), *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    files = {file.name for file in tmp_path.iterdir()}
+    pieces = {"a-0", "a-1", "b-0", "b-1", "c-0", "c-1"}
+    assert files == {"some.py", *pieces}, done.stderr
+    assert done.returncode == 1
+    assert "6 of 10 pieces are there, 4 failed" in done.stdout
+    assert "wrong, seed 0: ValueError: no such row" in done.stdout
+    assert "killed, seed 1: BrokenProcessPool" in done.stdout

@@ -1,4 +1,5 @@
-"""The causal model: supports and operators of other sizes, pseudo-optimal encoders against a plain statement of what they are."""
+"""The causal model: other sizes, and pseudo-optimal encoders against their definition."""
+
 import itertools
 from dataclasses import replace
 
@@ -6,84 +7,164 @@ import numpy as np
 import pytest
 import torch
 
-from compvl.causal import CONFIGS, SCM, SUPPORTS, Figure, Pseudo, Towers, causal_config, equivalent_share, figure, finding, insensitivity, measure, modality_gap, recovered, train_towers
 from compvl.core import CompvlError
+from compvl.paper.blindness import equivalent_share, insensitivity
+from compvl.paper.causal_model import CONFIGS, SCM, causal_config
+from compvl.paper.causal_supports import SUPPORTS
+from compvl.paper.causal_towers import CausalTowers, train_towers
+from compvl.paper.estimates import Figure, figure, finding
+from compvl.paper.identifiability import recovered
+from compvl.paper.modality import modality_gap
+from compvl.paper.pseudo_optimal import Pseudo, measure
 
 TINY = replace(CONFIGS["smoke"], n_values=7, steps=3, block_steps=3, n_test=128, batch=64)
 
 
+def tuples(captions):
+    """Captions [n, 5] as tuples."""
+    return [tuple(v) for v in captions.tolist()]
+
+
 @pytest.mark.parametrize("name", SUPPORTS)
-def test_no_edit_of_a_caption_is_one_training_shows_and_none_is_an_edit_of_two(name):
-    s = SUPPORTS[name](7)
-    shown = set(map(tuple, s.captions.tolist()))
-    assert len(shown) == len(s.captions)
-    of = {}
-    for v, edits in zip(s.captions.tolist(), s.edits(s.captions).tolist()):
-        for e in map(tuple, edits):
-            assert e not in shown and of.setdefault(e, tuple(v)) == tuple(v)
-    some = torch.tensor(list(of))
-    assert s.canon(some).tolist() == [list(of[tuple(e)]) for e in some.tolist()]
+def test_an_edit_is_not_in_the_support_and_has_one_origin(name):
+    support = SUPPORTS[name](7)
+    shown = set(tuples(support.captions))
+    assert len(shown) == len(support.captions)
+    origin = {}
+    edits_of = support.edits(support.captions)
+    for v, edits in zip(tuples(support.captions), edits_of, strict=True):
+        for edit in tuples(edits):
+            assert edit not in shown
+            assert origin.setdefault(edit, v) == v
+    edits = torch.tensor(list(origin))
+    assert tuples(support.canon(edits)) == [origin[edit] for edit in tuples(edits)]
+
+
+def slots_changed(name):
+    """How many slots each edit of some captions changes, int64 [50, E]."""
+    support = SUPPORTS[name](7)
+    v = support.captions[:50]
+    return (support.edits(v) != v[:, None]).sum(-1)
 
 
 def test_edits_are_what_their_names_say():
-    changed = {name: (lambda s: (s.edits(s.captions[:50]) != s.captions[:50, None]))(make(7)) for name, make in SUPPORTS.items()}
-    assert (changed["REPLACE"].sum(-1) == 1).all() and (changed["ADD"].sum(-1) == 1).all() and (changed["SWAP"].sum(-1) == 2).all()
-    s = SUPPORTS["SWAP"](7); v = s.captions[:50]
-    assert (s.edits(v).sort(-1)[0] == v.sort(-1)[0][:, None]).all()             # the same words
-    s = SUPPORTS["ADD"](7); v = s.captions[:50]
-    assert ((v[:, [0, 3]] == 7).sum(1) == 1).all() and (s.edits(v) < 7).all()
+    assert (slots_changed("REPLACE") == 1).all()
+    assert (slots_changed("ADD") == 1).all()
+    assert (slots_changed("SWAP") == 2).all()
+
+
+def test_swap_keeps_the_words():
+    support = SUPPORTS["SWAP"](7)
+    v = support.captions[:50]
+    words_of_edits, _ = support.edits(v).sort(-1)
+    words, _ = v.sort(-1)
+    assert (words_of_edits == words[:, None]).all()
+
+
+def test_add_fills_the_empty_attribute():
+    support = SUPPORTS["ADD"](7)
+    v = support.captions[:50]
+    assert ((v[:, [0, 3]] == 7).sum(1) == 1).all()
+    assert (support.edits(v) < 7).all()
 
 
 def test_words_of_the_code_differ_in_three_places():
-    v = SUPPORTS["REPLACE"](7).captions
-    assert len(v) == 7**3 and min(int((a != b).sum()) for a, b in itertools.combinations(v, 2)) == 3
+    captions = SUPPORTS["REPLACE"](7).captions
+    assert len(captions) == 7**3
+    pairs = itertools.combinations(captions, 2)
+    assert min(int((a != b).sum()) for a, b in pairs) == 3
 
 
 @pytest.mark.parametrize("name", SUPPORTS)
 @pytest.mark.parametrize("text", ["slots", "bag", "free"])
 def test_pseudo_optimal_is_blind_whatever_the_tower(name, text):
     towers = train_towers(SCM("words", 3, TINY, SUPPORTS[name](7)), text)
-    true, pseudo, near = measure([towers]), measure([towers], 1), measure([towers], 1, .5)
-    assert np.array_equal(true["loss"], pseudo["loss"]) and np.abs(true["loss"] - near["loss"]).max() < 1e-6
-    assert (pseudo["ties"] == 100).all() and (pseudo["accuracy"] == 0).all() and (pseudo["accuracy_half"] == 50).all() and (pseudo["moved"] == 0).all()
-    if text != "bag": assert true["ties"].mean() < 50
-    assert ((true["ties"] == 100).all()) == (text == "bag" and name == "SWAP")
+    true = measure([towers])
+    pseudo = measure([towers], 1)
+    near = measure([towers], 1, 0.5)
+    assert np.array_equal(true["loss"], pseudo["loss"])
+    assert np.abs(true["loss"] - near["loss"]).max() < 1e-6
+    assert (pseudo["ties"] == 100).all()
+    assert (pseudo["accuracy"] == 0).all()
+    assert (pseudo["accuracy_half"] == 50).all()
+    assert (pseudo["moved"] == 0).all()
+    if text != "bag":
+        assert true["ties"].mean() < 50
+    is_blind = bool((true["ties"] == 100).all())
+    assert is_blind == (text == "bag" and name == "SWAP")
 
 
-def test_share_and_degree():
+@pytest.fixture
+def swap():
+    """Towers on SWAP, and edits of captions of its support."""
     towers = train_towers(SCM("words", 0, TINY, SUPPORTS["SWAP"](7)))
-    s, gen = towers.scm.support, torch.Generator().manual_seed(0)
-    t = torch.cat([s.edit(s.captions[:400], gen), torch.zeros(400, 1, dtype=torch.long)], 1)
-    own, third = towers.text_features(t), Pseudo(towers, .3)(t)
-    same = (own == third).all(1)
-    assert torch.equal(same, s.lot(t[:, :5]) >= .3) and abs(float(same.float().mean()) - .7) < .1
-    far = [float((Pseudo(towers, 1, d)(t) - own).norm(dim=1).mean()) for d in (0, .25, .5, .75, 1)]
-    assert far[0] == 0 and far == sorted(far) and torch.allclose(Pseudo(towers, .6, .4)(t).norm(dim=1), torch.ones(400), atol=1e-5)
+    support = towers.scm.support
+    edits = support.edit(support.captions[:400], torch.Generator().manual_seed(0))
+    return towers, torch.cat([edits, torch.zeros(400, 1, dtype=torch.long)], 1)
+
+
+def test_share(swap):
+    towers, t = swap
+    same = (towers.text_features(t) == Pseudo(towers, 0.3)(t)).all(1)
+    assert torch.equal(same, towers.scm.support.position(t[:, :5]) >= 0.3)
+    assert abs(float(same.float().mean()) - 0.7) < 0.1
+
+
+def test_degree(swap):
+    towers, t = swap
+    own = towers.text_features(t)
+    distances = []
+    for degree in (0, 0.25, 0.5, 0.75, 1):
+        distances.append(float((Pseudo(towers, 1, degree)(t) - own).norm(dim=1).mean()))
+    assert distances[0] == 0
+    assert distances == sorted(distances)
+    assert torch.allclose(Pseudo(towers, 0.6, 0.4)(t).norm(dim=1), torch.ones(400), atol=1e-5)
 
 
 def test_same_seed_same_towers():
-    a, b = (train_towers(SCM("tokens", 5, TINY)) for _ in range(2))
-    assert a.log == b.log and all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
+    a = train_towers(SCM("tokens", 5, TINY))
+    b = train_towers(SCM("tokens", 5, TINY))
+    assert a.log == b.log
+    for x, y in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(x, y)
     assert train_towers(SCM("tokens", 6, TINY)).log != a.log
 
 
-def test_recovered_knows_a_function_from_noise():
+def test_recovered_distinguishes_a_function_from_noise():
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(2000, 2, generator=gen)
-    assert recovered(x, torch.sin(2*x[:, :1]) + x[:, 1:]**2, 500).mean() > .95
-    assert abs(recovered(x, torch.randn(2000, 1, generator=gen), 500).mean()) < .06
+    assert recovered(x, torch.sin(2 * x[:, :1]) + x[:, 1:] ** 2, 500).mean() > 0.95
+    assert abs(recovered(x, torch.randn(2000, 1, generator=gen), 500).mean()) < 0.06
 
 
 def test_figures():
     x = np.random.default_rng(0).normal(3, 1, (2, 300))
-    f = 10*figure(x)
-    assert abs(f.value - 10*x.mean()) < 1e-6 and f.lo < f.value < f.hi and str(Figure(1., np.ones(5))) == "1.00 [1.00, 1.00]"
-    assert equivalent_share([100., 50., 50., 100.]).value == .5 and equivalent_share([0.]).value == 2
-    assert insensitivity(np.full((2, 9), .2), np.full((2, 9), .8)).value == pytest.approx(.75)
-    assert finding("x", f, f, within=1e-9)["verdict"] == "reproduced" and finding("x", f, figure(x), -1)["verdict"] == "reproduced"
+    tenfold = 10 * figure(x)
+    assert abs(tenfold.value - 10 * x.mean()) < 1e-6
+    assert tenfold.lo < tenfold.value < tenfold.hi
+    assert str(Figure(1.0, np.ones(5))) == "1.00 [1.00, 1.00]"
+    assert finding("x", "x", tenfold, tenfold, within=1e-9)["verdict"] == "reproduced"
+    assert finding("x", "x", tenfold, figure(x), -1)["verdict"] == "reproduced"
 
 
-def test_errors_say_what_to_do():
-    for bad, said in [(lambda: causal_config("tiny"), "smoke"), (lambda: SUPPORTS["SWAP"](9), "prime"), (lambda: SCM("tokens", support=SUPPORTS["ADD"](7)), "support"), (lambda: Towers(SCM("tokens"), "sums"), "slots"),
-                      (lambda: modality_gap(torch.ones(4, 2), torch.ones(4, 2)), "8 or more"), (lambda: finding("x", figure(1.), figure(2.), 1, .1), "tolerance")]:
-        with pytest.raises(CompvlError, match=said): bad()
+def test_equivalent_share_and_insensitivity():
+    assert equivalent_share([100.0, 50.0, 50.0, 100.0]).value == 0.5
+    assert equivalent_share([0.0]).value == 2
+    blind = insensitivity(np.full((2, 9), 0.2), np.full((2, 9), 0.8))
+    assert blind.value == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: causal_config("tiny"), "smoke"),
+        (lambda: SUPPORTS["SWAP"](9), "prime"),
+        (lambda: SCM("tokens", support=SUPPORTS["ADD"](7)), "support"),
+        (lambda: CausalTowers(SCM("tokens"), "sums"), "slots"),
+        (lambda: modality_gap(torch.ones(4, 2), torch.ones(4, 2)), "8 or more"),
+        (lambda: finding("x", "x", figure(1.0), figure(2.0), 1, 0.1), "tolerance"),
+    ],
+)
+def test_errors_say_what_to_do(call, said):
+    with pytest.raises(CompvlError, match=said):
+        call()

@@ -1,17 +1,26 @@
-"""The command line as a person or a program meets it: help, exit status, one sentence for a mistake."""
+"""The command line for a person or a program: help, exit status, one sentence for a mistake."""
+
 import json
 import os
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
-from compvl import cli
+from compvl.app import cli
+
+# A run of a few seconds.
+FROM_RANDOM_WEIGHTS = ["--set", "pretrained=null", "--set", "precision=fp32"]
 
 
 def compvl(*args, **env):
-    return subprocess.run([sys.executable, "-m", "compvl.cli", *map(str, args)], capture_output=True, text=True,
-                          env=os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | env)
+    return subprocess.run(
+        [sys.executable, "-m", "compvl.app.cli", *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | env,
+    )
 
 
 @pytest.fixture
@@ -30,136 +39,224 @@ def inside(monkeypatch, capsys, tmp_path):
             status = e.code or 0
         out = capsys.readouterr()
         return status, out.out, out.err
+
     return go
 
 
 @pytest.mark.parametrize("command", ["reproduce", "evaluate", "models", "train", "bench"])
 def test_help_has_an_example(command):
     done = compvl(command, "--help")
-    assert done.returncode == 0 and "Example:" in done.stdout and f"compvl {command}" in done.stdout and "--json" in done.stdout
+    assert done.returncode == 0
+    assert "Example:" in done.stdout
+    assert f"compvl {command}" in done.stdout
+    assert "--json" in done.stdout
+
+
+HELP_WITHOUT_HEAVY_IMPORTS = """
+import sys
+from compvl.app.cli import main
+sys.argv = ['compvl', '--help']
+try: main()
+except SystemExit as e: assert not e.code
+heavy = 'torch open_clip spacy pandas numpy matplotlib nbformat papermill'
+print('loaded:', [m for m in heavy.split() if m in sys.modules])
+"""
 
 
 def test_help_needs_no_heavy_import():
-    heavy = "torch open_clip spacy pandas numpy matplotlib nbformat papermill"
-    code = f"import sys\nfrom compvl.cli import main\nsys.argv = ['compvl', '--help']\ntry: main()\nexcept SystemExit as e: assert not e.code\nprint('loaded:', [m for m in '{heavy}'.split() if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "loaded: []" in done.stdout, done.stdout + done.stderr
+    command = [sys.executable, "-c", HELP_WITHOUT_HEAVY_IMPORTS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loaded: []" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("args, says", [
-    (["reproduce", "--profile", "mirco"], ["mirco", "smoke", "micro-full", "paper"]),
-    (["reproduce", "99_nothing", "--profile", "smoke"], ["99_nothing", "01_brittleness"]),
-    (["reproduce", "--profile", "smoke", "--data-root", "no/such/folder"], ["no/such/folder"]),
-    (["evaluate", "--benchmark", "no-such"], ["no-such", "swap"]),
-    (["evaluate", "--benchmark", "swap", "--model", "no-such"], ["no-such"]),
-    (["evaluate", "--benchmark", "swap", "--pretrained", "no-such"], ["no-such"]),
-    (["evaluate", "--benchmark", "swap", "--model", "ViT-B-32"], ["ViT-B-32", "--pretrained", "openai", "random"]),
-    (["evaluate", "--benchmark", "swap", "--model", "negclip"], ["negclip", "checkpoints/negclip"]),
-    (["evaluate", "--benchmark", "swap", "--model", "micro-clip", "--model", "micro-clip"], ["more than once"]),
-    (["evaluate", "--benchmark", "vtab-dtd"], ["vtab-dtd", "root"]),
-    (["models", "no-such"], ["no-such", "negclip"]),
-    (["evaluate", "--benchmark", "swap", "--fidelity", "no-such"], ["no-such", "corrected"]),
-    (["evaluate", "--benchmark", "swap", "--root", "no/such/folder"], ["no/such/folder"]),
-    (["train", "--method", "no-such"], ["no-such", "hp+hn"]),
-    (["train", "--recipe", "no-such"], ["no-such", "negclip"]),
-    (["train", "--recipe", "hp"], ["--train-captions"]),
-    (["train", "--recipe", "svlc"], ["--shards"]),
-    (["train", "--set", "learning_rate=1"], ["learning_rate", "batch_size"]),
-    (["train", "--set", "lr=fast"], ["wrong kind", "--set"]),
-    (["train", "--config", "no-such.json"], ["no-such.json"]),
-    (["train", "--data", "coco"], ["--train-captions"]),
-    (["bench", "no-such"], ["no-such", "evaluate-engine"]),
-])
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["reproduce", "--profile", "mirco"], ["mirco", "smoke", "micro-full", "paper"]),
+        (["reproduce", "99_nothing", "--profile", "smoke"], ["99_nothing", "01_brittleness"]),
+        (["reproduce", "--profile", "smoke", "--data-root", "no/such/folder"], ["no/such/folder"]),
+        (["evaluate", "--benchmark", "no-such"], ["no-such", "swap"]),
+        (["evaluate", "--benchmark", "swap", "--model", "no-such"], ["no-such"]),
+        (["evaluate", "--benchmark", "swap", "--pretrained", "no-such"], ["no-such"]),
+        (
+            ["evaluate", "--benchmark", "swap", "--model", "ViT-B-32"],
+            ["ViT-B-32", "--pretrained", "openai", "random"],
+        ),
+        (
+            ["evaluate", "--benchmark", "swap", "--model", "negclip"],
+            ["negclip", "checkpoints/negclip"],
+        ),
+        (
+            ["evaluate", "--benchmark", "swap", "--model", "micro-clip", "--model", "micro-clip"],
+            ["more than once"],
+        ),
+        (["evaluate", "--benchmark", "vtab-dtd"], ["vtab-dtd", "root"]),
+        (["models", "no-such"], ["no-such", "negclip"]),
+        (["evaluate", "--benchmark", "swap", "--fidelity", "no-such"], ["no-such", "corrected"]),
+        (["evaluate", "--benchmark", "swap", "--root", "no/such/folder"], ["no/such/folder"]),
+        (["train", "--method", "no-such"], ["no-such", "hp+hn"]),
+        (["train", "--recipe", "no-such"], ["no-such", "negclip"]),
+        (["train", "--recipe", "hp"], ["--train-captions"]),
+        (["train", "--recipe", "svlc"], ["--shards"]),
+        (["train", "--set", "learning_rate=1"], ["learning_rate", "batch_size"]),
+        (["train", "--set", "lr=fast"], ["wrong kind", "--set"]),
+        (["train", "--config", "no-such.json"], ["no-such.json"]),
+        (["train", "--data", "coco"], ["--train-captions"]),
+        (["bench", "no-such"], ["no-such", "evaluate-engine"]),
+    ],
+)
 def test_mistakes_get_one_sentence(tmp_path, inside, args, says):
     """Status 2, nothing on stdout, a message that names the mistake and what is known."""
     if args[0] == "reproduce":
         args = [*args, "--out", tmp_path / "out"]
     status, out, err = inside(*args)
-    assert status == 2 and not out, err
+    assert status == 2, err
+    assert not out, err
     message = err.strip().splitlines()[-1]
-    assert message.startswith("compvl: ") and all(s in message for s in says), err
+    assert message.startswith("compvl: "), err
+    assert all(part in message for part in says), err
     assert not (tmp_path / "out").exists()
 
 
 def test_traceback_only_for_debugging():
     mistake = ["train", "--config", "no-such.json"]
-    plain, debug = compvl(*mistake), compvl(*mistake, COMPVL_DEBUG="1")
-    assert plain.returncode == 2 and "Traceback" not in plain.stderr and "no-such.json" in plain.stderr
-    assert debug.returncode not in (0, 2) and "Traceback" in debug.stderr
+    plain = compvl(*mistake)
+    assert plain.returncode == 2
+    assert "Traceback" not in plain.stderr
+    assert "no-such.json" in plain.stderr
+    debug = compvl(*mistake, COMPVL_DEBUG="1")
+    assert debug.returncode not in (0, 2)
+    assert "Traceback" in debug.stderr
 
 
 def test_unknown_option_is_refused(inside):
-    assert inside("evaluate", "--benchmrak", "swap")[0] == 2
+    status, _, _ = inside("evaluate", "--benchmrak", "swap")
+    assert status == 2
 
 
 def test_train_then_evaluate(tmp_path, inside):
-    """A few steps from random weights; the run is found again; its folder is what evaluate takes; outputs are JSON and CSV."""
-    options = ["train", "--method", "hp+hn", "--steps", "2", "--batch-size", "8", "--n-train", "32", "--set", "pretrained=null",
-               "--set", "precision=fp32", "--runs", tmp_path / "runs", "--json"]
-    (status, out, err), again = inside(*options), inside(*options)
-    assert status == again[0] == 0, err
-    first, again = json.loads(out), json.loads(again[1])
-    assert first == again and first["config"]["method"] == "hp+hn" and first["last"]["step"] == 2
+    """A finished run is found again; evaluate takes its folder; outputs are JSON and CSV."""
+    options = ["--method", "hp+hn", "--steps", "2", "--batch-size", "8", "--n-train", "32"]
+    options += [*FROM_RANDOM_WEIGHTS, "--runs", tmp_path / "runs", "--json"]
+    status, out, err = inside("train", *options)
+    assert status == 0, err
+    first = json.loads(out)
+    status, out, err = inside("train", *options)
+    assert status == 0, err
+    assert json.loads(out) == first
+    assert first["config"]["method"] == "hp+hn"
+    assert first["last"]["step"] == 2
 
-    done = compvl("evaluate", "--pretrained", first["folder"], "--benchmark", "replace,swap", "--n", "20", "--device", "cpu",
-                  "--csv", tmp_path / "t.csv", "--json")
+    options = ["--benchmark", "replace,swap", "--n", "20", "--device", "cpu", "--json"]
+    csv = tmp_path / "t.csv"
+    done = compvl("evaluate", "--pretrained", first["folder"], *options, "--csv", csv)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["figures"]
-    assert {r["benchmark"] for r in rows} >= {"replace-relations", "replace-attributes", "swap"}
-    assert {"orig_acc", "aug_acc", "brittleness"} <= {r["metric"] for r in rows}
-    assert (tmp_path / "t.csv").read_text().startswith("benchmark,group,")
+    figures = pd.DataFrame(json.loads(done.stdout)["figures"])
+    assert set(figures.benchmark) >= {"replace-relations", "replace-attributes", "swap"}
+    assert {"orig_acc", "aug_acc", "brittleness"} <= set(figures.metric)
+    assert csv.read_text().startswith("benchmark,group,")
 
 
 def test_a_recipe_fills_what_is_not_given(tmp_path, inside):
-    """Options and a config file win over it; steps take the place of its epochs."""
-    (tmp_path/"c.json").write_text(json.dumps(dict(weight_decay=0.3, batch_size=4)))
-    status, out, err = inside("train", "--recipe", "svlc", "--config", tmp_path/"c.json", "--model", "micro-clip", "--set", "pretrained=null", "--set", "precision=fp32", "--data", "microworld",
-                              "--n-train", "16", "--batch-size", "8", "--steps", "2", "--json")
+    """Options and a config file override it; steps take the place of its epochs."""
+    config = tmp_path / "c.json"
+    config.write_text(json.dumps(dict(weight_decay=0.3, batch_size=4)))
+    options = ["--recipe", "svlc", "--config", config, "--model", "micro-clip"]
+    options += ["--data", "microworld", "--n-train", "16", "--batch-size", "8", "--steps", "2"]
+    status, out, err = inside("train", *options, *FROM_RANDOM_WEIGHTS, "--json")
     assert status == 0, err
-    config = json.loads(out)["config"]
-    assert {k: config[k] for k in ("method", "lr", "lora_rank", "model", "batch_size", "steps", "epochs", "weight_decay")} == \
-        dict(method="hn", lr=5e-6, lora_rank=4, model="micro-clip", batch_size=8, steps=2, epochs=None, weight_decay=0.3)
+    expected = dict(
+        method="hn",
+        lr=5e-6,
+        lora_rank=4,
+        model="micro-clip",
+        batch_size=8,
+        steps=2,
+        epochs=None,
+        weight_decay=0.3,
+    )
+    trained = json.loads(out)["config"]
+    assert {name: trained[name] for name in expected} == expected
+
+
+MODELS = ["--model", "micro-clip", "--model", "micro-clip:random"]
+SMALL = ["--benchmark", "replace,stsb", "--n", "30", "--device", "cpu"]
 
 
 def test_several_models_side_by_side(tmp_path, inside):
-    """A table with paired differences; every item in a file of its own; an interrupted or repeated evaluation goes on from what is kept."""
-    args = ["evaluate", "--model", "micro-clip", "--model", "micro-clip:random", "--benchmark", "replace,stsb", "--n", "30", "--device", "cpu", "--items", tmp_path/"items", "--csv", tmp_path/"t.csv"]
-    status, out, err = inside(*args, "--cache", tmp_path/"cache", "--json")
+    """A table with paired differences, and every item in a file."""
+    files = ["--items", tmp_path / "items", "--csv", tmp_path / "t.csv"]
+    cache = ["--cache", tmp_path / "cache"]
+    status, out, err = inside("evaluate", *MODELS, *SMALL, *files, *cache, "--json")
     assert status == 0, err
-    found = json.loads(out)
-    assert {r["model"] for r in found["figures"]} == {"micro-clip", "micro-clip:random"} and {r["model"] for r in found["differences"]} == {"micro-clip:random"}
-    assert {"replace", "replace-relations", "stsb"} <= {r["benchmark"] for r in found["differences"]}
-    d = next(r for r in found["differences"] if (r["benchmark"], r["metric"]) == ("replace", "orig_acc"))
-    value = {r["model"]: r["value"] for r in found["figures"] if (r["benchmark"], r["metric"]) == ("replace", "orig_acc")}
-    assert d["diff"] == pytest.approx(value["micro-clip:random"] - value["micro-clip"]) and d["lo"] <= d["diff"] <= d["hi"]
-    assert (tmp_path/"t.csv").exists() and (tmp_path/"t_differences.csv").read_text().startswith("benchmark,group,metric,model,reference,a,b,diff")
-    kept = sorted((tmp_path/"cache/scores").glob("*.json"))
-    assert len(kept) == 6 and sorted(p.name for p in (tmp_path/"items/micro-clip-random").iterdir()) == ["replace-attributes.csv", "replace-relations.csv", "stsb.csv"]
-    lines = (tmp_path/"items/micro-clip/replace-relations.csv").read_text().splitlines()
-    assert len(lines) == 31 and {"caption", "hard_negative", "s_c", "orig_acc", "margin"} <= set(lines[0].split(","))
-    before = {p: p.stat().st_mtime_ns for p in kept}
+    found = {name: pd.DataFrame(rows) for name, rows in json.loads(out).items()}
+    figures = found["figures"]
+    differences = found["differences"]
+    assert set(figures.model) == {"micro-clip", "micro-clip:random"}
+    assert set(differences.model) == {"micro-clip:random"}
+    assert {"replace", "replace-relations", "stsb"} <= set(differences.benchmark)
+
+    which = "benchmark == 'replace' and metric == 'orig_acc'"
+    difference = differences.query(which).iloc[0]
+    value = figures.query(which).set_index("model").value
+    assert difference["diff"] == pytest.approx(value["micro-clip:random"] - value["micro-clip"])
+    assert difference.lo <= difference["diff"] <= difference.hi
+    assert (tmp_path / "t.csv").exists()
+    columns = "benchmark,group,metric,model,reference,a,b,diff"
+    assert (tmp_path / "t_differences.csv").read_text().startswith(columns)
+
+    of_random = sorted(path.name for path in (tmp_path / "items/micro-clip-random").iterdir())
+    assert of_random == ["replace-attributes.csv", "replace-relations.csv", "stsb.csv"]
+    table = (tmp_path / "items/micro-clip/replace-relations.csv").read_text().splitlines()
+    assert len(table) == 31
+    columns = {"caption", "hard_negative", "s_c", "orig_acc", "margin"}
+    assert columns <= set(table[0].split(","))
+
+
+def test_a_repeated_evaluation_uses_what_is_kept(tmp_path, inside):
+    """Only scores that are missing are computed again."""
+    options = [*MODELS, *SMALL, "--cache", tmp_path / "cache"]
+    status, out, err = inside("evaluate", *options, "--json")
+    assert status == 0, err
+    kept = sorted((tmp_path / "cache/scores").glob("*.json"))
+    assert len(kept) == 6
+    written = {path: path.stat().st_mtime_ns for path in kept[1:]}
     kept[0].unlink()
-    status, out, err = inside(*args[:5], *args[5:], "--cache", tmp_path/"cache")
-    assert status == 0 and "micro-clip:random" in out and all(p.stat().st_mtime_ns == t for p, t in before.items() if p != kept[0])
+    status, out, err = inside("evaluate", *options)
+    assert status == 0, err
+    assert "micro-clip:random" in out
+    assert {path: path.stat().st_mtime_ns for path in kept[1:]} == written
 
 
 def test_set_overrides_options_and_options_override_config(tmp_path, inside):
     config = tmp_path / "config.json"
-    config.write_text('{"steps": 1, "batch_size": 16, "lr": 0.5, "n_train": 32, "pretrained": null, "precision": "fp32"}')
-    status, out, err = inside("train", "--config", config, "--batch-size", "8", "--lr", "0.25", "--set", "lr=1e-4", "--json")
+    fields = dict(steps=1, batch_size=16, lr=0.5, n_train=32, pretrained=None, precision="fp32")
+    config.write_text(json.dumps(fields))
+    options = ["--config", config, "--batch-size", "8", "--lr", "0.25", "--set", "lr=1e-4"]
+    status, out, err = inside("train", *options, "--json")
     assert status == 0, err
-    cfg = json.loads(out)["config"]
-    assert (cfg["steps"], cfg["batch_size"], cfg["lr"]) == (1, 8, 1e-4)
+    trained = json.loads(out)["config"]
+    assert (trained["steps"], trained["batch_size"], trained["lr"]) == (1, 8, 1e-4)
 
 
 @pytest.mark.parametrize("required, exit_status", [(1.5, 0), (3, 1)])
-def test_bench_writes_its_figures_and_keeps_to_its_mark(tmp_path, inside, monkeypatch, required, exit_status):
-    from compvl.bench import BENCHES
+def test_bench_writes_its_figures_and_keeps_to_its_mark(
+    tmp_path, inside, monkeypatch, required, exit_status
+):
+    from compvl.app.speed import BENCHES
 
     def program(n=1):
-        return dict(what="a stand-in", rows=[dict(way="plain", seconds=2.0 * n), dict(way="ours", seconds=1.0 * n)], ratio=2.0, difference=0.0, required=required)
+        rows = [dict(way="plain", seconds=2.0 * n), dict(way="ours", seconds=1.0 * n)]
+        what = "a stand-in"
+        return dict(what=what, rows=rows, ratio=2.0, difference=0.0, required=required)
+
     monkeypatch.setitem(BENCHES, "stand-in", program)
-    status, out, err = inside("bench", "stand-in", "--set", "n=3", "--json", tmp_path / "b.json")
-    assert status == exit_status and "times as fast" in out, err
-    figures = json.loads((tmp_path / "b.json").read_text())
-    assert figures["rows"][0]["seconds"] == 6 and figures["options"] == {"n": 3} and figures["environment"]["torch"]
+    path = tmp_path / "b.json"
+    status, out, err = inside("bench", "stand-in", "--set", "n=3", "--json", path)
+    assert status == exit_status, err
+    assert "times as fast" in out, err
+    figures = json.loads(path.read_text())
+    assert figures["rows"][0]["seconds"] == 6
+    assert figures["options"] == {"n": 3}
+    assert figures["environment"]["torch"]

@@ -1,22 +1,42 @@
-"The evaluation engine: what it encodes, what it keeps, and what it does with damage."
-import io, os, subprocess, sys
-from dataclasses import replace
+"""The evaluation engine: what it encodes, what it keeps, and what it does with damaged files."""
+
+import dataclasses
+import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-import numpy as np, pandas as pd, pytest, torch
+import numpy as np
+import pandas as pd
+import pytest
+import torch
 from PIL import Image
 
-from compvl import microworld
-from compvl.benchmarks import load_benchmark
+from compvl.benchmarks.items import (
+    Benchmark,
+    ClassificationItem,
+    Pair,
+    RetrievalItem,
+    Square,
+    TextPair,
+    Triplet,
+)
+from compvl.benchmarks.loading import load_benchmark
+from compvl.benchmarks.replace import read_released_replace
 from compvl.core import CompvlError
-from compvl.embed import Embedder
-from compvl.evaluate import COLUMNS, TASKS, compare, evaluate, item_scores, task_of
-from compvl.items import Benchmark, ClassificationItem, ImageRef, Pair, RetrievalItem, Square, StoredImage, TextPair, Triplet, open_image
-from compvl.replace_swap import read_released_replace
+from compvl.evaluate.comparisons import compare
+from compvl.evaluate.embed import Embedder
+from compvl.evaluate.engine import COLUMNS, evaluate, item_scores
+from compvl.evaluate.tasks import TASKS, task_of
+from compvl.images import ImageRef, StoredImage, open_image
 from compvl.metrics import triplet_metrics
-from compvl.models import create_model
+from compvl.microworld import scenes as microworld
+from compvl.models.clip import create_model
 
-REAL = Path(os.environ.get("COMPVL_REAL", Path(__file__).parents[2]/"shared/real"))
+REAL = Path(os.environ.get("COMPVL_REAL", Path(__file__).parents[2] / "shared/real"))
+SCORES = ["s_c", "s_n", "s_p"]
+TEXTS = ("caption", "hard_negative", "hard_positive")
 
 
 @pytest.fixture(scope="module")
@@ -25,322 +45,568 @@ def model():
     return create_model("micro-clip", device="cpu")
 
 
+class Seen:
+    """What a model has encoded: the sum of each image's pixels, and each caption's tokens."""
+
+    def __init__(self):
+        self.images = []
+        self.texts = []
+
+    def clear(self):
+        self.images.clear()
+        self.texts.clear()
+
+
 @pytest.fixture
 def counted(model):
-    "The model, with a list of every image (its pixels' sum) and every caption's tokens that it was asked to encode."
-    m, seen = replace(model), dict(images=[], texts=[])
-    def encode_image(x): seen["images"] += [round(float(v), 3) for v in x.double().sum((1, 2, 3))]; return model.encode_image(x)
-    def encode_text(t): seen["texts"] += [tuple(r) for r in t.tolist()]; return model.encode_text(t)
-    m.encode_image, m.encode_text = encode_image, encode_text
-    return m, seen
+    """The model, and what it has encoded."""
+    watched = dataclasses.replace(model)
+    seen = Seen()
+
+    def encode_image(images):
+        seen.images += [round(float(value), 3) for value in images.double().sum((1, 2, 3))]
+        return model.encode_image(images)
+
+    def encode_text(tokens):
+        seen.texts += [tuple(row) for row in tokens.tolist()]
+        return model.encode_text(tokens)
+
+    watched.encode_image = encode_image
+    watched.encode_text = encode_text
+    return watched, seen
 
 
 @pytest.fixture
 def photos(tmp_path):
-    "Six photographs, of which the last is a copy of the first."
+    """Six photographs, of which the last is a copy of the first."""
     rng = np.random.default_rng(0)
-    for i in range(5): Image.fromarray(rng.integers(0, 256, (60, 80, 3), dtype=np.uint8)).save(tmp_path/f"{i}.jpg", quality=90)
-    (tmp_path/"5.jpg").write_bytes((tmp_path/"0.jpg").read_bytes())
-    return [str(tmp_path/f"{i}.jpg") for i in range(6)]
+    for i in range(5):
+        pixels = rng.integers(0, 256, (60, 80, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{i}.jpg", quality=90)
+    (tmp_path / "5.jpg").write_bytes((tmp_path / "0.jpg").read_bytes())
+    return [str(tmp_path / f"{i}.jpg") for i in range(6)]
 
 
 def triplet_benchmark(images, name="photos", n=24):
-    "n items over the images, with captions that recur between items and between roles."
-    items = [Triplet(f"{name}-{k}", images[k % len(images)], f"a cat number {k % 4}", f"a dog number {k % 3}", f"a cat number {k % 2}", ("spatial", "action")[k % 2]) for k in range(n)]
+    """n items over the images, with captions that recur between items and between roles."""
+    items = []
+    for k in range(n):
+        item = Triplet(
+            f"{name}-{k}",
+            images[k % len(images)],
+            f"a cat number {k % 4}",
+            f"a dog number {k % 3}",
+            f"a cat number {k % 2}",
+            ("spatial", "action")[k % 2],
+        )
+        items.append(item)
     return Benchmark(name, "triplet", items, "a test")
 
 
-def naive(model, items, *captions):
-    "Scores of one item at a time at the full 77 tokens."
-    out = []
+def pair_benchmark(images, name, n=8):
+    """n pairs of captions over the images."""
+    items = [
+        Pair(f"{name}-{k}", images[k % len(images)], f"a cat number {k}", f"a dog number {k}")
+        for k in range(n)
+    ]
+    return Benchmark(name, "pair", items, "a test")
+
+
+def figures_of(table):
+    """The table's values by group and metric."""
+    return table.set_index(["group", "metric"]).value
+
+
+def naive(model, items, captions=TEXTS):
+    """Scores of one item at a time at the full 77 tokens: one row a caption of the item."""
+    scores = []
     with torch.no_grad():
-        for i in items:
-            image = model.encode_image(model.preprocess(open_image(i.image))[None]) if not isinstance(i.image, microworld.Scene) \
-                else model.encode_image(model.normalize(microworld.render([i.image], model.image_size)))
-            out.append((model.encode_text(model.tokenizer([getattr(i, c) for c in captions]), crop=False) @ image[0]).tolist())
-    return np.array(out).T
+        for item in items:
+            if isinstance(item.image, microworld.Scene):
+                pixels = model.normalize(microworld.render([item.image], model.image_size))
+            else:
+                pixels = model.preprocess(open_image(item.image))[None]
+            image = model.encode_image(pixels)[0]
+            tokens = model.tokenizer([getattr(item, caption) for caption in captions])
+            scores.append((model.encode_text(tokens, crop=False) @ image).tolist())
+    return np.array(scores).T
 
 
 def test_each_distinct_image_and_caption_is_encoded_once(counted, photos, tmp_path):
-    m, seen = counted
-    first, second = triplet_benchmark(photos), triplet_benchmark(photos[::-1], "again")
-    pairs = Benchmark("pairs", "pair", [Pair(str(k), photos[k % 6], f"a cat number {k % 4}", "a dog number 0") for k in range(10)], "a test")
-    df = evaluate(m, [first, second, pairs], cache=tmp_path/"cache", progress=False, n_boot=50)
-    captions = {getattr(i, k) for b in (first, second) for i in b.items for k in ("caption", "hard_negative", "hard_positive")}
-    assert len(seen["images"]) == len(set(seen["images"])) == 5          # 58 items, 6 files, 5 distinct pictures
-    assert len(seen["texts"]) == len(set(seen["texts"])) == len(captions) == 7
-    assert set(df.benchmark) == {"photos", "again", "pairs"}
+    model, seen = counted
+    first = triplet_benchmark(photos)
+    second = triplet_benchmark(photos[::-1], "again")
+    few_texts = [
+        Pair(str(k), photos[k % 6], f"a cat number {k % 4}", "a dog number 0") for k in range(10)
+    ]
+    benchmarks = [first, second, Benchmark("pairs", "pair", few_texts, "a test")]
+    options = dict(cache=tmp_path / "cache", progress=False, n_boot=50)
+    table = evaluate(model, benchmarks, **options)
 
-    seen["images"].clear(); seen["texts"].clear()
-    again = evaluate(m, [first, second, pairs], cache=tmp_path/"cache", progress=False, n_boot=50)
-    assert seen == dict(images=[], texts=[])
-    pd.testing.assert_frame_equal(df, again)
+    captions = {getattr(item, text) for item in first.items + second.items for text in TEXTS}
+    # 58 items, 6 files, 5 distinct pictures
+    assert len(seen.images) == len(set(seen.images)) == 5
+    assert len(seen.texts) == len(set(seen.texts)) == len(captions) == 7
+    assert set(table.benchmark) == {"photos", "again", "pairs"}
+
+    seen.clear()
+    again = evaluate(model, benchmarks, **options)
+    assert not seen.images
+    assert not seen.texts
+    pd.testing.assert_frame_equal(table, again)
 
 
-def test_new_content_is_added_to_the_cache_and_old_content_is_not_repeated(counted, photos, tmp_path):
-    m, seen = counted
-    evaluate(m, triplet_benchmark(photos[:3]), cache=tmp_path/"c", progress=False, n_boot=10)
-    seen["images"].clear(); seen["texts"].clear()
+def test_new_content_is_added_to_the_cache_and_old_content_is_not_repeated(
+    counted, photos, tmp_path
+):
+    model, seen = counted
+    options = dict(cache=tmp_path / "c", progress=False, n_boot=10)
+    evaluate(model, triplet_benchmark(photos[:3]), **options)
+    seen.clear()
     longer = triplet_benchmark(photos)
-    longer.items.append(replace(longer.items[0], id="new", caption="something new"))
-    evaluate(m, longer, cache=tmp_path/"c", progress=False, n_boot=10)
-    assert len(seen["images"]) == 2 and len(seen["texts"]) == 1
-    Image.new("RGB", (80, 60), "red").save(photos[1])                    # a file that changes is another image
-    seen["images"].clear()
-    evaluate(m, longer, cache=tmp_path/"c", progress=False, n_boot=10)
-    assert len(seen["images"]) == 1
-    shards = list((tmp_path/"c").rglob("*"))
-    assert {p.suffix for p in shards if p.is_file()} == {".safetensors"}
+    new = dataclasses.replace(longer.items[0], id="new", caption="something new")
+    longer.items.append(new)
+    evaluate(model, longer, **options)
+    assert len(seen.images) == 2
+    assert len(seen.texts) == 1
+
+    Image.new("RGB", (80, 60), "red").save(photos[1])  # a file that changes is another image
+    seen.clear()
+    evaluate(model, longer, **options)
+    assert len(seen.images) == 1
+    files = [path for path in (tmp_path / "c").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors"}
 
 
 def test_other_weights_share_nothing(model, photos, tmp_path):
-    b = triplet_benchmark(photos)
+    benchmark = triplet_benchmark(photos)
     torch.manual_seed(5)
     other = create_model("micro-clip", device="cpu")
-    a = item_scores(model, b, cache=tmp_path, progress=False)
-    c = item_scores(other, b, cache=tmp_path, progress=False)
-    assert not np.allclose(a.s_c, c.s_c) and np.allclose(c.s_c, item_scores(other, b, progress=False).s_c)
+    first = item_scores(model, benchmark, cache=tmp_path, progress=False)
+    second = item_scores(other, benchmark, cache=tmp_path, progress=False)
+    assert not np.allclose(first.s_c, second.s_c)
+    assert np.allclose(second.s_c, item_scores(other, benchmark, progress=False).s_c)
 
 
-@pytest.mark.parametrize("harm", [lambda p: p.write_bytes(p.read_bytes()[:-40]), lambda p: p.write_bytes(b""), lambda p: p.write_bytes(b"\0"*500),
-                                  lambda p: p.write_bytes(p.read_bytes()[:-9] + b"corrupted")], ids=["cut short", "empty", "zeros", "changed"])
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def zeroed(path):
+    path.write_bytes(b"\0" * 500)
+
+
+def changed(path):
+    path.write_bytes(path.read_bytes()[:-9] + b"corrupted")
+
+
+@pytest.mark.parametrize("harm", [cut_short, emptied, zeroed, changed])
 def test_a_damaged_shard_is_noticed_and_rebuilt(counted, photos, tmp_path, harm):
-    m, seen = counted
-    b = triplet_benchmark(photos)
-    good = item_scores(m, b, cache=tmp_path/"c", progress=False)
-    shard, = (tmp_path/"c").glob("*/images/*.safetensors")
+    model, seen = counted
+    benchmark = triplet_benchmark(photos)
+    cache = tmp_path / "c"
+    good = item_scores(model, benchmark, cache=cache, progress=False)
+    (shard,) = cache.glob("*/images/*.safetensors")
     harm(shard)
-    seen["images"].clear(); seen["texts"].clear()
-    with pytest.warns(UserWarning, match=f"{shard.name} are damaged"): again = item_scores(m, b, cache=tmp_path/"c", progress=False)
-    assert len(seen["images"]) == 5 and not seen["texts"]
+    seen.clear()
+    with pytest.warns(UserWarning, match=f"{shard.name} are damaged"):
+        again = item_scores(model, benchmark, cache=cache, progress=False)
+    assert len(seen.images) == 5
+    assert not seen.texts
     pd.testing.assert_frame_equal(good, again)
-    seen["images"].clear()
-    item_scores(m, b, cache=tmp_path/"c", progress=False)
-    assert not seen["images"]
+    seen.clear()
+    item_scores(model, benchmark, cache=cache, progress=False)
+    assert not seen.images
 
 
-@pytest.mark.parametrize("harm, says", [(lambda p: p.write_bytes(p.read_bytes()[:len(p.read_bytes())//2]), "truncated"), (lambda p: p.unlink(), "3.jpg"),
-                                        (lambda p: p.write_bytes(b"<html>not found</html>"), "no image")], ids=["truncated", "missing", "not an image"])
-def test_an_unreadable_image_stops_the_evaluation_but_loses_nothing(counted, photos, tmp_path, harm, says):
-    m, seen = counted
-    b = triplet_benchmark(photos)
+def halved(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def replaced_by_a_page(path):
+    path.write_bytes(b"<html>not found</html>")
+
+
+@pytest.mark.parametrize(
+    "harm, says",
+    [(halved, "truncated"), (Path.unlink, "3.jpg"), (replaced_by_a_page, "no image")],
+)
+def test_an_unreadable_image_stops_the_evaluation_but_loses_nothing(
+    counted, photos, tmp_path, harm, says
+):
+    model, seen = counted
+    benchmark = triplet_benchmark(photos)
+    options = dict(cache=tmp_path / "c", progress=False)
     harm(Path(photos[3]))
-    with pytest.raises(CompvlError) as e: evaluate(m, b, cache=tmp_path/"c", progress=False)
-    message = str(e.value)
-    assert photos[3] in message and "item photos-3:" in message and "skip_damaged=True" in message and "4 of 24 items" in message and says in message
-    assert len(seen["images"]) == 4
-    seen["images"].clear()
-    with pytest.raises(CompvlError): evaluate(m, b, cache=tmp_path/"c", progress=False)
-    assert not seen["images"]                                            # the four good ones were kept
+    with pytest.raises(CompvlError) as raised:
+        evaluate(model, benchmark, **options)
+    for part in (photos[3], "item photos-3:", "skip_damaged=True", "4 of 24 items", says):
+        assert part in str(raised.value)
+    assert len(seen.images) == 4
+    seen.images.clear()
+    with pytest.raises(CompvlError):
+        evaluate(model, benchmark, **options)
+    assert not seen.images  # the four good ones were kept
 
-    df, scores = evaluate(m, b, cache=tmp_path/"c", progress=False, skip_damaged=True, return_scores=True, n_boot=50)
-    row = df.set_index(["group", "metric"]).loc[("all", "coverage")]
-    assert row.value == pytest.approx(100*20/24) and row.n == 20
-    assert scores["photos"].attrs["skipped"] == [f"photos-{k}" for k in (3, 9, 15, 21)] and len(scores["photos"]) == 20
-    assert not scores["photos"].id.isin(scores["photos"].attrs["skipped"]).any()
+    table, scores = evaluate(
+        model, benchmark, skip_damaged=True, return_scores=True, n_boot=50, **options
+    )
+    coverage = table.set_index(["group", "metric"]).loc[("all", "coverage")]
+    assert coverage.value == pytest.approx(100 * 20 / 24)
+    assert coverage.n == 20
+    kept = scores["photos"]
+    assert kept.attrs["skipped"] == [f"photos-{k}" for k in (3, 9, 15, 21)]
+    assert len(kept) == 20
+    assert not kept.id.isin(kept.attrs["skipped"]).any()
 
 
-def test_two_paths_to_the_same_broken_bytes(model, photos, tmp_path):
-    for k in (0, 5): Path(photos[k]).write_bytes(b"broken")
-    s = item_scores(model, triplet_benchmark(photos), skip_damaged=True, progress=False)
-    assert len(s) == 16 and len(s.attrs["skipped"]) == 8
+def test_two_paths_to_the_same_broken_bytes(model, photos):
+    for k in (0, 5):
+        Path(photos[k]).write_bytes(b"broken")
+    scores = item_scores(model, triplet_benchmark(photos), skip_damaged=True, progress=False)
+    assert len(scores) == 16
+    assert len(scores.attrs["skipped"]) == 8
 
 
 def test_nothing_readable(model, photos):
-    for p in photos: Path(p).unlink()
-    with pytest.raises(CompvlError, match="not one of its 24 items"): evaluate(model, triplet_benchmark(photos), skip_damaged=True, progress=False)
+    for path in photos:
+        Path(path).unlink()
+    with pytest.raises(CompvlError, match="not one of its 24 items"):
+        evaluate(model, triplet_benchmark(photos), skip_damaged=True, progress=False)
 
 
 def test_interrupted_encoding_resumes(counted, photos, tmp_path):
-    m, seen = counted
-    real = m.encode_image
-    def fails_late(x):
-        if len(seen["images"]) >= 2: raise KeyboardInterrupt
-        return real(x)
-    m.encode_image = fails_late
-    with pytest.raises(KeyboardInterrupt): evaluate(m, triplet_benchmark(photos), cache=tmp_path/"c", batch_size=1, progress=False)
-    m.encode_image = real
-    seen["images"].clear()
-    evaluate(m, triplet_benchmark(photos), cache=tmp_path/"c", batch_size=1, progress=False, n_boot=10)
-    assert len(seen["images"]) == 3
+    model, seen = counted
+    encode_image = model.encode_image
+    options = dict(cache=tmp_path / "c", batch_size=1, progress=False)
+
+    def fails_late(images):
+        if len(seen.images) >= 2:
+            raise KeyboardInterrupt
+        return encode_image(images)
+
+    model.encode_image = fails_late
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, triplet_benchmark(photos), **options)
+    model.encode_image = encode_image
+    seen.images.clear()
+    evaluate(model, triplet_benchmark(photos), n_boot=10, **options)
+    assert len(seen.images) == 3
 
 
 def test_item_without_hard_positive(model, photos):
-    b = triplet_benchmark(photos)
-    b.items[7] = replace(b.items[7], hard_positive=None)
-    with pytest.raises(CompvlError, match="item photos-7: it has no hard positive"): evaluate(model, b, progress=False)
+    benchmark = triplet_benchmark(photos)
+    benchmark.items[7] = dataclasses.replace(benchmark.items[7], hard_positive=None)
+    with pytest.raises(CompvlError, match="item photos-7: it has no hard positive"):
+        evaluate(model, benchmark, progress=False)
 
 
 def test_scores_are_those_of_one_item_at_a_time(model, photos):
-    b = triplet_benchmark(photos)
-    s = item_scores(model, b, progress=False)
-    assert np.allclose(s[["s_c", "s_n", "s_p"]].to_numpy().T, naive(model, b.items, "caption", "hard_negative", "hard_positive"), atol=1e-5)
-    micro = load_benchmark("swap", n=20)
-    s = item_scores(model, micro, batch_size=7, progress=False)
-    assert np.allclose(s[["s_c", "s_n", "s_p"]].to_numpy().T, naive(model, micro.items, "caption", "hard_negative", "hard_positive"), atol=1e-5)
+    for benchmark in (triplet_benchmark(photos), load_benchmark("swap", n=20)):
+        scores = item_scores(model, benchmark, batch_size=7, progress=False)
+        expected = naive(model, benchmark.items)
+        assert np.allclose(scores[SCORES].to_numpy().T, expected, atol=1e-5)
 
 
 def test_table_agrees_with_triplet_metrics_and_crops_are_images_of_their_own(model, photos):
-    b = triplet_benchmark(photos)
-    b.items[:] = [replace(i, image=ImageRef(i.image, (5*(k % 3), 0, 40, 40))) for k, i in enumerate(b.items)]
-    df, scores = evaluate(model, b, progress=False, return_scores=True, n_boot=100)
-    s, v = scores["photos"], df.set_index(["group", "metric"]).value
-    assert np.allclose(s[["s_c", "s_n", "s_p"]].to_numpy().T, naive(model, b.items, "caption", "hard_negative", "hard_positive"), atol=1e-5)
-    for group, t in [("all", s), *s.groupby("group")]:
-        for k, x in triplet_metrics(t.s_c, t.s_n, t.s_p).items():
-            if k != "n": assert v[group, k] == pytest.approx(x, abs=1e-6), (group, k)
-    assert v["macro", "aug_acc"] == pytest.approx((v["spatial", "aug_acc"] + v["action", "aug_acc"])/2)
-    assert list(df.columns) == COLUMNS and df.config.nunique() == 1 and (df.model == "micro-clip").all()
+    benchmark = triplet_benchmark(photos)
+    for k, item in enumerate(benchmark.items):
+        crop = ImageRef(item.image, (5 * (k % 3), 0, 40, 40))
+        benchmark.items[k] = dataclasses.replace(item, image=crop)
+    table, scores = evaluate(model, benchmark, progress=False, return_scores=True, n_boot=100)
+    scores = scores["photos"]
+    assert np.allclose(scores[SCORES].to_numpy().T, naive(model, benchmark.items), atol=1e-5)
+
+    figures = figures_of(table)
+    for group, part in [("all", scores), *scores.groupby("group")]:
+        expected = triplet_metrics(part.s_c, part.s_n, part.s_p)
+        expected.pop("n")
+        for metric, value in expected.items():
+            assert figures[group, metric] == pytest.approx(value, abs=1e-6), (group, metric)
+    mean = (figures["spatial", "aug_acc"] + figures["action", "aug_acc"]) / 2
+    assert figures["macro", "aug_acc"] == pytest.approx(mean)
+    assert list(table.columns) == COLUMNS
+    assert table.config.nunique() == 1
+    assert (table.model == "micro-clip").all()
 
 
-def test_retrieval_and_classification_by_hand(model, photos):
-    items = [RetrievalItem(str(k), p, (f"photo number {k}", f"{k} cats")) for k, p in enumerate(photos[:5])]
-    classes = ClassificationItem
-    r = evaluate(model, Benchmark("r", "retrieval", items, "a test"), progress=False, n_boot=10).set_index("metric").value
+def image_features(model, paths):
+    """Features of images [N, D], each encoded on its own."""
     with torch.no_grad():
-        I = torch.cat([model.encode_image(model.preprocess(open_image(p))[None]) for p in photos[:5]])
-        T = model.encode_text(model.tokenizer([c for i in items for c in i.captions]))
-        s = I @ T.T
-        prompts = model.encode_text(model.tokenizer(["a cat", "the cat", "a dog", "the dog"])).view(2, 2, -1).mean(1)
-    assert r["image_to_text_recall@1"] == pytest.approx(100*np.mean([int(s[k].argmax()) // 2 == k for k in range(5)]))
-    assert r["text_to_image_recall@1"] == pytest.approx(100*np.mean([int(s[:, j].argmax()) == j // 2 for j in range(10)]))
-    assert r["image_to_text_recall@10"] == 100
+        return torch.cat([model.encode_image(model.preprocess(open_image(p))[None]) for p in paths])
+
+
+def test_retrieval_by_hand(model, photos):
+    items = [
+        RetrievalItem(str(k), path, (f"photo number {k}", f"{k} cats"))
+        for k, path in enumerate(photos[:5])
+    ]
+    benchmark = Benchmark("r", "retrieval", items, "a test")
+    found = evaluate(model, benchmark, progress=False, n_boot=10).set_index("metric").value
+    captions = []
+    for item in items:
+        captions += item.captions
+    with torch.no_grad():
+        texts = model.encode_text(model.tokenizer(captions))
+    scores = image_features(model, photos[:5]) @ texts.T
+    to_text = [int(scores[k].argmax()) // 2 == k for k in range(5)]
+    to_image = [int(scores[:, j].argmax()) == j // 2 for j in range(10)]
+    assert found["image_to_text_recall@1"] == pytest.approx(100 * np.mean(to_text))
+    assert found["text_to_image_recall@1"] == pytest.approx(100 * np.mean(to_image))
+    assert found["image_to_text_recall@10"] == 100
+
+
+def test_classification_by_hand(model, photos):
     labels = [0, 1, 1, 0, 1]
-    c = Benchmark("c", "classification", [classes(str(k), photos[k], y) for k, y in enumerate(labels)], "a test", classes=("cat", "dog"), templates=("a {}", "the {}"))
-    df, scores = evaluate(model, c, progress=False, n_boot=10, return_scores=True)
-    want = (I @ torch.nn.functional.normalize(prompts, dim=-1).T).argmax(1).tolist()
-    assert scores["c"].predicted.tolist() == want
-    v = df.set_index("metric").value
-    assert v["acc@1"] == pytest.approx(100*np.mean([a == b for a, b in zip(want, labels)])) and "acc@5" not in v
-    assert v["mean_per_class_recall"] == pytest.approx(50*sum(np.mean([w == y for w, y in zip(want, labels) if y == k]) for k in (0, 1)))
+    items = [ClassificationItem(str(k), photos[k], label) for k, label in enumerate(labels)]
+    benchmark = Benchmark(
+        "c",
+        "classification",
+        items,
+        "a test",
+        classes=("cat", "dog"),
+        templates=("a {}", "the {}"),
+    )
+    table, scores = evaluate(model, benchmark, progress=False, n_boot=10, return_scores=True)
+    with torch.no_grad():
+        tokens = model.tokenizer(["a cat", "the cat", "a dog", "the dog"])
+        classes = model.encode_text(tokens).view(2, 2, -1).mean(1)
+    classes = torch.nn.functional.normalize(classes, dim=-1)
+    expected = (image_features(model, photos[:5]) @ classes.T).argmax(1).numpy()
+    assert scores["c"].predicted.tolist() == expected.tolist()
+
+    figures = table.set_index("metric").value
+    right = expected == np.array(labels)
+    assert figures["acc@1"] == pytest.approx(100 * right.mean())
+    assert "acc@5" not in figures
+    recall = [right[np.array(labels) == label].mean() for label in (0, 1)]
+    assert figures["mean_per_class_recall"] == pytest.approx(100 * np.mean(recall))
 
 
 def test_mode_and_gradients_are_as_before(model, photos):
-    model.clip.train(); model.clip.visual.eval()
+    model.clip.train()
+    model.clip.visual.eval()
     try:
         evaluate(model, triplet_benchmark(photos), progress=False, n_boot=10)
-        assert model.clip.training and not model.clip.visual.training and model.clip.token_embedding.training
+        assert model.clip.training
+        assert not model.clip.visual.training
+        assert model.clip.token_embedding.training
         assert model.encode_text(model.tokenizer(["a cat"])).requires_grad
-    finally: model.clip.eval()
+    finally:
+        model.clip.eval()
 
 
 def test_embedder_shares_features_over_calls(counted, photos):
-    m, seen = counted
-    emb = Embedder(m, progress=False)
-    for _ in range(2): evaluate(emb, triplet_benchmark(photos), n_boot=10)
-    assert len(seen["images"]) == 5 and dict(emb.encoded) == dict(images=5, texts=7)
+    model, seen = counted
+    embedder = Embedder(model, progress=False)
+    for _ in range(2):
+        evaluate(embedder, triplet_benchmark(photos), n_boot=10)
+    assert len(seen.images) == 5
+    assert dict(embedder.encoded) == dict(images=5, texts=7)
 
 
 def test_what_cannot_be_evaluated(model, photos):
-    b = triplet_benchmark(photos)
-    with pytest.raises(CompvlError, match="Unknown task 'poetry'"): evaluate(model, replace(b, task="poetry"), progress=False)
-    with pytest.raises(CompvlError, match="has no items"): evaluate(model, replace(b, items=[]), progress=False)
-    with pytest.raises(CompvlError, match="more than once"): evaluate(model, [b, b], progress=False)
+    benchmark = triplet_benchmark(photos)
+    with pytest.raises(CompvlError, match="Unknown task 'poetry'"):
+        evaluate(model, dataclasses.replace(benchmark, task="poetry"), progress=False)
+    with pytest.raises(CompvlError, match="has no items"):
+        evaluate(model, dataclasses.replace(benchmark, items=[]), progress=False)
+    with pytest.raises(CompvlError, match="more than once"):
+        evaluate(model, [benchmark, benchmark], progress=False)
 
 
 def test_compare_pairs_items_by_id(model, photos):
-    b = triplet_benchmark(photos)
+    benchmark = triplet_benchmark(photos)
     torch.manual_seed(3)
-    x, y = item_scores(model, b, progress=False), item_scores(create_model("micro-clip", device="cpu"), b, progress=False)
-    t = compare(x, y.iloc[::-1]).set_index(["group", "metric"])
-    mx, my = (triplet_metrics(s.s_c, s.s_n, s.s_p) for s in (x, y))
-    for k in ("orig_acc", "aug_acc", "brittleness"):
-        row = t.loc["all", k]
-        assert row.a == pytest.approx(mx[k]) and row.b == pytest.approx(my[k]) and row["diff"] == pytest.approx(my[k] - mx[k]) and row.lo <= row["diff"] <= row.hi
-    with pytest.raises(CompvlError, match="photos-0"): compare(x, y[y.id != "photos-0"])
-    assert task_of(pd.read_csv(io.StringIO(x.to_csv(index=False)))) is TASKS["triplet"]
+    other = create_model("micro-clip", device="cpu")
+    first = item_scores(model, benchmark, progress=False)
+    second = item_scores(other, benchmark, progress=False)
+    table = compare(first, second.iloc[::-1]).set_index(["group", "metric"])
+    of_first = triplet_metrics(first.s_c, first.s_n, first.s_p)
+    of_second = triplet_metrics(second.s_c, second.s_n, second.s_p)
+    for metric in ("orig_acc", "aug_acc", "brittleness"):
+        row = table.loc["all", metric]
+        assert row.a == pytest.approx(of_first[metric])
+        assert row.b == pytest.approx(of_second[metric])
+        assert row["diff"] == pytest.approx(of_second[metric] - of_first[metric])
+        assert row.lo <= row["diff"] <= row.hi
+    with pytest.raises(CompvlError, match="photos-0"):
+        compare(first, second[second.id != "photos-0"])
+    assert task_of(pd.read_csv(io.StringIO(first.to_csv(index=False)))) is TASKS["triplet"]
 
 
-@pytest.mark.skipif(not (REAL/"hard_positives").is_dir(), reason=f"the released REPLACE files are not at {REAL/'hard_positives'} (set COMPVL_REAL)")
+@pytest.mark.skipif(
+    not (REAL / "hard_positives").is_dir(),
+    reason=f"the released REPLACE files are not at {REAL / 'hard_positives'} (set COMPVL_REAL)",
+)
 def test_released_replace_shares_images_and_captions(counted, photos):
-    "The structure of the real benchmark, on six stand-in photographs."
-    m, seen = counted
-    items = read_released_replace(REAL/"hard_positives", "relations")[:300]
-    paths = {p: photos[k % 5] for k, p in enumerate(dict.fromkeys(i.image for i in items))}
-    b = Benchmark("replace-relations", "triplet", [replace(i, image=paths[i.image]) for i in items], "released")
-    evaluate(m, b, progress=False, n_boot=10)
-    distinct = {c for i in items for c in (i.caption, i.hard_negative, i.hard_positive)}
-    assert len(seen["images"]) == 5 and len(seen["texts"]) == len(distinct) < 900
+    """The structure of the real benchmark, on five stand-in photographs."""
+    model, seen = counted
+    items = read_released_replace(REAL / "hard_positives", "relations")[:300]
+    paths = dict.fromkeys(item.image for item in items)
+    stand_in = {path: photos[k % 5] for k, path in enumerate(paths)}
+    items = [dataclasses.replace(item, image=stand_in[item.image]) for item in items]
+    benchmark = Benchmark("replace-relations", "triplet", items, "released")
+    evaluate(model, benchmark, progress=False, n_boot=10)
+    captions = {getattr(item, text) for item in items for text in TEXTS}
+    assert len(seen.images) == 5
+    assert len(seen.texts) == len(captions) < 900
 
 
 # Kept scores, several models, other kinds of model
 
-def boxes(images, name, n=8):
-    return Benchmark(name, "pair", [Pair(f"{name}-{k}", images[k % len(images)], f"a cat number {k}", f"a dog number {k}") for k in range(n)], "a test")
-
 
 def test_finished_benchmarks_survive_an_interruption(counted, photos, tmp_path):
-    m, seen = counted
-    one, two = boxes(photos[:3], "one"), boxes(photos[3:5], "two")
+    model, seen = counted
+    benchmarks = [pair_benchmark(photos[:3], "one"), pair_benchmark(photos[3:5], "two")]
+    options = dict(keep=tmp_path / "kept", n_boot=10, progress=False)
     good = Path(photos[4]).read_bytes()
     Path(photos[4]).write_bytes(good[:500])
-    with pytest.raises(CompvlError, match="two-1.*truncated"): evaluate(m, [one, two], keep=tmp_path/"kept", n_boot=10, progress=False)
+    with pytest.raises(CompvlError, match="two-1.*truncated"):
+        evaluate(model, benchmarks, **options)
     Path(photos[4]).write_bytes(good)
-    seen["images"].clear(); seen["texts"].clear()
-    df = evaluate(m, [one, two], keep=tmp_path/"kept", n_boot=10, progress=False)
-    assert len(seen["images"]) == 2 and len(seen["texts"]) == 16       # those of the second benchmark
-    seen["images"].clear()
-    again = evaluate(m, [one, two], keep=tmp_path/"kept", n_boot=10, progress=False)
-    assert not seen["images"]; pd.testing.assert_frame_equal(again, df)
+    seen.clear()
+    table = evaluate(model, benchmarks, **options)
+    assert len(seen.images) == 2  # those of the second benchmark
+    assert len(seen.texts) == 16
+    seen.clear()
+    again = evaluate(model, benchmarks, **options)
+    assert not seen.images
+    pd.testing.assert_frame_equal(again, table)
 
 
 def test_kept_scores_belong_to_weights_items_images_and_skipping(model, photos, tmp_path):
-    b, kept = boxes(photos[:5], "one"), tmp_path/"kept"
-    def parts(m=model, b=b, **kw): evaluate(m, b, keep=kept, n_boot=10, progress=False, **kw); return len(list(kept.glob("*.json")))
-    assert parts() == parts() == 1
-    torch.manual_seed(5); assert parts(create_model("micro-clip", device="cpu")) == 2
-    assert parts(b=replace(b, items=b.items[:-1] + [replace(b.items[-1], foil="a hen")])) == 3
+    benchmark = pair_benchmark(photos[:5], "one")
+    kept = tmp_path / "kept"
+    options = dict(keep=kept, n_boot=10, progress=False)
+
+    def parts(model=model, benchmark=benchmark, **others):
+        """How many scores are kept after an evaluation."""
+        evaluate(model, benchmark, **options, **others)
+        return len(list(kept.glob("*.json")))
+
+    assert parts() == 1
+    assert parts() == 1
+    torch.manual_seed(5)
+    assert parts(create_model("micro-clip", device="cpu")) == 2
+    last = dataclasses.replace(benchmark.items[-1], foil="a hen")
+    other = dataclasses.replace(benchmark, items=[*benchmark.items[:-1], last])
+    assert parts(benchmark=other) == 3
     assert parts(skip_damaged=True) == 4
-    os.utime(photos[0], (1, 1)); assert parts() == 5
-    before = evaluate(model, b, keep=kept, n_boot=10, progress=False)
-    for f in kept.glob("*.csv.gz"): f.write_bytes(f.read_bytes()[:-9])      # a damaged part is made again
-    pd.testing.assert_frame_equal(evaluate(model, b, keep=kept, n_boot=10, progress=False), before)
+    os.utime(photos[0], (1, 1))
+    assert parts() == 5
+    before = evaluate(model, benchmark, **options)
+    for path in kept.glob("*.csv.gz"):
+        path.write_bytes(path.read_bytes()[:-9])  # a damaged part is made again
+    pd.testing.assert_frame_equal(evaluate(model, benchmark, **options), before)
 
 
 def test_squares_and_choices_with_a_missing_image(model, photos):
     gone = str(Path(photos[0]).with_name("gone.jpg"))
-    items = [Square("a", photos[0], photos[1], "a cat", "a dog"), Square("b", photos[1], gone, "a cat", "a dog"), Square("c", gone, photos[2], "a cat", "a dog")]
-    b = Benchmark("squares", "square", items, "a test")
-    assert b.missing == [gone] and b.present == 1
-    with pytest.raises(CompvlError, match="item b: .*gone.jpg.*2 of 3 items"): evaluate(model, b, progress=False)
-    v = evaluate(model, b, skip_damaged=True, n_boot=10, progress=False).set_index("metric")
-    assert v.n["text"] == 1 and v.value["coverage"] == pytest.approx(100/3) and v.n["coverage"] == 1
+    items = [
+        Square("a", photos[0], photos[1], "a cat", "a dog"),
+        Square("b", photos[1], gone, "a cat", "a dog"),
+        Square("c", gone, photos[2], "a cat", "a dog"),
+    ]
+    benchmark = Benchmark("squares", "square", items, "a test")
+    assert benchmark.missing == [gone]
+    assert benchmark.present == 1
+    with pytest.raises(CompvlError, match="item b: .*gone.jpg.*2 of 3 items"):
+        evaluate(model, benchmark, progress=False)
+    table = evaluate(model, benchmark, skip_damaged=True, n_boot=10, progress=False)
+    figures = table.set_index("metric")
+    assert figures.n["text"] == 1
+    assert figures.value["coverage"] == pytest.approx(100 / 3)
+    assert figures.n["coverage"] == 1
 
 
 def test_sentences_need_no_images(model):
-    items = [TextPair(str(k), "a cat " + "and a dog "*k, "a cat", float(-k)) for k in range(6)]
-    v = evaluate(model, Benchmark("s", "text-similarity", items, "a test"), n_boot=50, progress=False).set_index("metric")
-    assert {"spearman", "pearson"} <= set(v.index) and -100 <= v.value["spearman"] <= 100 and v.value["coverage"] == 100
-    same = [replace(i, sentence_1="a cat") for i in items]      # all as alike as can be: nothing to correlate
-    assert evaluate(model, Benchmark("s", "text-similarity", same, "a test"), n_boot=50, progress=False).set_index("metric").value["spearman"] == 0
+    def figures(items):
+        benchmark = Benchmark("s", "text-similarity", items, "a test")
+        return evaluate(model, benchmark, n_boot=50, progress=False).set_index("metric").value
+
+    items = [TextPair(str(k), "a cat " + "and a dog " * k, "a cat", float(-k)) for k in range(6)]
+    found = figures(items)
+    assert {"spearman", "pearson"} <= set(found.index)
+    assert -100 <= found["spearman"] <= 100
+    assert found["coverage"] == 100
+    # all pairs are as similar as can be: nothing to correlate
+    same = [dataclasses.replace(item, sentence_1="a cat") for item in items]
+    assert figures(same)["spearman"] == 0
 
 
-class Overlap:
-    "A cross-encoder that likes captions with many letters a, on bright images; counts its pairs."
-    name, device = "overlap", "cpu"
-    def __init__(self): self.seen = []
-    def fingerprint(self): return "overlap-1"
-    def truncated(self, captions): return [False]*len(captions)
-    def score(self, images, captions): self.seen += captions; return [c.count("a") + np.asarray(i).mean()/1e3 for i, c in zip(images, captions)]
+class CrossEncoder:
+    """A scorer of pairs of image and caption."""
+
+    name: str
+    device = "cpu"
+
+    def fingerprint(self):
+        return f"{self.name}-1"
+
+    def truncated(self, captions):
+        return [False] * len(captions)
+
+
+class Overlap(CrossEncoder):
+    """Prefers captions with many letters a, on bright images; counts its pairs."""
+
+    name = "overlap"
+
+    def __init__(self):
+        self.seen = []
+
+    def score(self, images, captions):
+        self.seen += captions
+        pairs = zip(images, captions, strict=True)
+        return [caption.count("a") + np.asarray(image).mean() / 1e3 for image, caption in pairs]
+
+
+class Sharpness(CrossEncoder):
+    """Prefers long captions, on images of much contrast."""
+
+    name = "sharpness"
+
+    def score(self, images, captions):
+        pairs = zip(images, captions, strict=True)
+        return [float(np.asarray(image).std()) * len(caption) for image, caption in pairs]
+
+
+TASKS_ON_IMAGES = """swap aro-relation aro-coco-order svo-probes winoground imagenet
+coco-retrieval""".split()
 
 
 def test_cross_encoder_in_every_task_on_images(photos, tmp_path):
     scorer = Overlap()
-    found = evaluate(scorer, [load_benchmark(n, n=6) for n in ("swap", "aro-relation", "aro-coco-order", "svo-probes", "winoground", "imagenet", "coco-retrieval")], cache=tmp_path, n_boot=10, progress=False)
-    assert found.model.unique().tolist() == ["overlap"] and found.value.notna().all()
+    benchmarks = [load_benchmark(name, n=6) for name in TASKS_ON_IMAGES]
+    options = dict(cache=tmp_path, n_boot=10, progress=False)
+    found = evaluate(scorer, benchmarks, **options)
+    assert found.model.unique().tolist() == ["overlap"]
+    assert found.value.notna().all()
     n = len(scorer.seen)
-    evaluate(scorer, [load_benchmark("swap", n=6)], cache=tmp_path, n_boot=10, progress=False)
+    evaluate(scorer, [load_benchmark("swap", n=6)], **options)
     assert len(scorer.seen) == n
-    with pytest.raises(CompvlError, match="overlap.*leave text similarity out"): evaluate(scorer, [load_benchmark("stsb", n=6)], n_boot=10, progress=False)
+    with pytest.raises(CompvlError, match="overlap.*leave text similarity out"):
+        evaluate(scorer, [load_benchmark("stsb", n=6)], n_boot=10, progress=False)
 
 
 def test_stored_pictures(counted):
-    m, seen = counted
-    read = lambda i: Image.new("RGB", (40, 30), (i % 3, 0, 0))
+    model, seen = counted
+
+    def read(i):
+        return Image.new("RGB", (40, 30), (i % 3, 0, 0))
+
     items = [ClassificationItem(str(k), StoredImage("toy", k, read), k % 2) for k in range(9)]
-    b = Benchmark("toy", "classification", items, "a test", classes=("cat", "dog"), templates=("a {}",))
-    v = evaluate(m, b, n_boot=10, progress=False).set_index("metric")
-    assert v.n["acc@1"] == 9 and len(seen["images"]) == 3      # nine pictures, three different ones
+    benchmark = Benchmark(
+        "toy", "classification", items, "a test", classes=("cat", "dog"), templates=("a {}",)
+    )
+    figures = evaluate(model, benchmark, n_boot=10, progress=False).set_index("metric")
+    assert figures.n["acc@1"] == 9
+    assert len(seen.images) == 3  # nine pictures, three different ones
 
 
 PROCESSES = """
@@ -350,50 +616,94 @@ torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
 from accelerate import PartialState
 from test_evaluate import scored_by_all
-if "WORLD_SIZE" in os.environ: assert PartialState(cpu=True).num_processes == 2
+if "WORLD_SIZE" in os.environ:
+    assert PartialState(cpu=True).num_processes == 2
 scored_by_all(sys.argv[2], sys.argv[3], os.environ.get("RANK", "one"))
 """
 
 
+def whole_figures(model, benchmarks, out):
+    """Figures and scores of a model, as CSV."""
+    table, scores = evaluate(
+        model,
+        benchmarks,
+        cache=out / "cache",
+        keep=out / "kept",
+        n_boot=50,
+        batch_size=4,
+        progress=False,
+        return_scores=True,
+    )
+    return table.to_csv(), {name: part.to_csv() for name, part in scores.items()}
+
+
+def retrieval_features(model, encoded):
+    """Ranks, counts and features of a retrieval benchmark; batch sizes go to `encoded`."""
+    watched = dataclasses.replace(model)
+
+    def encode_image(images):
+        encoded.append(len(images))
+        return model.encode_image(images)
+
+    watched.encode_image = encode_image
+    embedder = Embedder(watched, batch_size=4, progress=False)
+    ranks = item_scores(embedder, load_benchmark("coco-retrieval", n=20), progress=False)
+    features = embedder.image_store.blocks[0].numpy().tobytes()
+    return ranks.to_csv(), dict(embedder.encoded), features
+
+
 def scored_by_all(photos, out, rank):
-    "Features, scores and figures of both kinds of models, whole, then with photographs that cannot be read, and what they complain of."
-    class Sharpness:
-        name, device = "sharpness", "cpu"
-        def fingerprint(self): return "sharpness-1"
-        def truncated(self, captions): return [False]*len(captions)
-        def score(self, images, captions): return [float(np.asarray(i).std())*len(c) for i, c in zip(images, captions)]
-    out, photos = Path(out), sorted(map(str, Path(photos).glob("*.jpg")))
+    """Scores of both kinds of models; then with photographs that cannot be read, and the error."""
+    out = Path(out)
+    photos = sorted(map(str, Path(photos).glob("*.jpg")))
     torch.manual_seed(0)
-    model, found = create_model("micro-clip", device="cpu"), {}
-    benchmarks = [load_benchmark("swap", n=50), load_benchmark("coco-retrieval", n=20), triplet_benchmark(photos)]
-    for name, m in (("clip", model), ("cross", Sharpness())):
-        df, scores = evaluate(m, benchmarks[::2], cache=out/"cache", keep=out/"kept", n_boot=50, batch_size=4, progress=False, return_scores=True)
-        found[name] = df.to_csv(), {k: t.to_csv() for k, t in scores.items()}
-    counted, seen = replace(model), []
-    counted.encode_image = lambda x: (seen.append(len(x)), model.encode_image(x))[1]
-    embedder = Embedder(counted, batch_size=4, progress=False)
-    ranks = item_scores(embedder, benchmarks[1], progress=False)
-    found["retrieval"] = ranks.to_csv(), dict(embedder.encoded), embedder._images.blocks[0].numpy().tobytes()
-    found["again"] = item_scores(Embedder(model, out/"cache", progress=False), benchmarks[2], progress=False).to_csv()
-    spoilt = [*photos, *[str(out/f"{k}.jpg") for k in range(3)]]
-    try: evaluate(model, triplet_benchmark(spoilt), progress=False, batch_size=2)
-    except CompvlError as e: found["error"] = str(e)
-    found["skipped"] = item_scores(model, triplet_benchmark(spoilt), progress=False, batch_size=2, skip_damaged=True).to_csv()
-    torch.save((found, sum(seen)), out/f"{rank}.pt")
+    model = create_model("micro-clip", device="cpu")
+    benchmarks = [load_benchmark("swap", n=50), triplet_benchmark(photos)]
+    encoded = []
+    found = {
+        "clip": whole_figures(model, benchmarks, out),
+        "cross": whole_figures(Sharpness(), benchmarks, out),
+        "retrieval": retrieval_features(model, encoded),
+    }
+    cached = Embedder(model, out / "cache", progress=False)
+    found["again"] = item_scores(cached, benchmarks[1], progress=False).to_csv()
+
+    damaged = triplet_benchmark([*photos, *[str(out / f"{k}.jpg") for k in range(3)]])
+    options = dict(progress=False, batch_size=2)
+    try:
+        evaluate(model, damaged, **options)
+    except CompvlError as error:
+        found["error"] = str(error)
+    found["skipped"] = item_scores(model, damaged, skip_damaged=True, **options).to_csv()
+    torch.save((found, sum(encoded)), out / f"{rank}.pt")
 
 
 def test_two_processes_find_what_one_does(photos, tmp_path):
-    "Scores and figures to the last bit, the same on both, whatever is in the cache."
-    (tmp_path/"evaluation.py").write_text(PROCESSES)
-    out = tmp_path/"out"
+    """Scores and figures to the last bit, the same on both, whatever is in the cache."""
+    script = tmp_path / "evaluation.py"
+    script.write_text(PROCESSES)
+    out = tmp_path / "out"
     out.mkdir()
-    for k in range(3): (out/f"{k}.jpg").write_bytes(b"no picture")
-    run = lambda *launch: subprocess.run([sys.executable, *launch, tmp_path/"evaluation.py", os.path.dirname(__file__), tmp_path, out], check=True,
-                                         env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"})
+    for k in range(3):
+        (out / f"{k}.jpg").write_bytes(b"no picture")
+
+    def run(*launch):
+        subprocess.run(
+            [sys.executable, *launch, script, os.path.dirname(__file__), tmp_path, out],
+            check=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        )
+
     run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    assert len(list((out/"kept").glob("*.json"))) == 4
-    for part in ("kept", "cache"): (out/part).rename(tmp_path/part)
+    assert len(list((out / "kept").glob("*.json"))) == 4
+    for part in ("kept", "cache"):
+        (out / part).rename(tmp_path / part)
     run()
-    (one, n), (first, a), (second, b) = (torch.load(out/f"{k}.pt", weights_only=True) for k in ("one", "0", "1"))
-    assert "swap" in one["clip"][1] and "3 of its images" in one["error"] and one == first == second
-    assert (n, a, b) == (20, 12, 8)     # each encodes its share of the batches of four
+    one, n = torch.load(out / "one.pt", weights_only=True)
+    first, n_first = torch.load(out / "0.pt", weights_only=True)
+    second, n_second = torch.load(out / "1.pt", weights_only=True)
+    assert "swap" in one["clip"][1]
+    assert "3 of its images" in one["error"]
+    assert one == first == second
+    # each process encodes its share of the batches of four
+    assert (n, n_first, n_second) == (20, 12, 8)

@@ -1,175 +1,366 @@
-"""Experiments as processes meet them: results that were interrupted or damaged, released files, notebooks under papermill."""
-import dataclasses, json, os, shutil, subprocess, sys
+"""Experiments as processes meet them: interrupted or damaged results, released files, papermill."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from itertools import product
 from pathlib import Path
 
-import pandas as pd, pytest, torch
+import pandas as pd
+import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from compvl import experiments, zoo
 from compvl.core import CompvlError, notebooks_dir
-from compvl.experiments import PROFILES, ROWS, SHORT, TABLE1, TABLE8, TRIPLETS, get_profile, results, rows
-from compvl.models import create_model
-from compvl.train import RECIPES
+from compvl.models import zoo
+from compvl.models.clip import create_model
+from compvl.paper import runs, training
+from compvl.paper.evaluation import results
+from compvl.paper.loading import TRIPLET_BENCHMARKS
+from compvl.paper.profiles import PROFILES, get_profile
+from compvl.paper.rows import ROWS, rows
+from compvl.paper.table_rows import HP_TABLE1, HP_TABLE8
+from compvl.paper.training import SHORT
+from compvl.train.recipes import RECIPES
 
-STEPS = dict(n_train=16, steps=2, batch_size=8, n_items=12, n_retrieval=6, n_classification=6, n_kind=2, n_boot=30)
+TRAINING = dict(n_train=16, steps=2, batch_size=8)
+SIZES = dict(n_items=12, n_retrieval=6, n_classification=6, n_kind=2, n_boot=30)
+FIGURE = ["method", "seed", "benchmark", "group", "metric"]
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    "Random weights that stand in for the shipped base."
+    """Random weights in place of the shipped base."""
     torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("start")/"start.safetensors"
+    path = tmp_path_factory.mktemp("start") / "start.safetensors"
     create_model(device="cpu").save(path)
     return str(path)
 
 
 @pytest.fixture
 def tiny(start):
-    return dataclasses.replace(PROFILES["smoke"], pretrained=start, **STEPS)
+    """The profile smoke with two steps on sixteen pairs."""
+    profile = PROFILES["smoke"].training(pretrained=start, **TRAINING)
+    return dataclasses.replace(profile, **SIZES)
+
+
+def evaluate(rows, out, profile, name="x", benchmarks=TRIPLET_BENCHMARKS):
+    """Results without a progress line."""
+    return results(rows, benchmarks, profile, out, name, progress=False)
 
 
 def figures(res):
-    return res.table.drop(columns="commit").set_index(["method", "seed", "benchmark", "group", "metric"])[["value", "lo", "hi", "n"]].astype(float).sort_index()
+    """Figures with their intervals, whatever commit they were made at."""
+    table = res.table.drop(columns="commit").set_index(FIGURE)
+    return table[["value", "lo", "hi", "n"]].astype(float).sort_index()
 
 
 def test_damaged_parts_are_made_again(tiny, tmp_path):
-    first = results(rows("clip", "hn"), TRIPLETS, tiny, tmp_path, "x", progress=False)
-    tables, notes = (sorted((tmp_path/"results/parts").glob(f"*.{k}")) for k in ("csv.gz", "json"))
-    assert len(tables) == len(notes) == 6      # two models, three benchmarks
+    first = evaluate(rows("clip", "hn"), tmp_path, tiny)
+    parts = tmp_path / "results/parts"
+    tables = sorted(parts.glob("*.csv.gz"))
+    notes = sorted(parts.glob("*.json"))
+    assert len(tables) == len(notes) == 6  # two models, three benchmarks
     whole = tables[0].read_bytes()
     tables[0].write_bytes(whole[:40])
     notes[1].unlink()
-    again = results(rows("clip", "hn"), TRIPLETS, tiny, tmp_path, "x", progress=False)
+    again = evaluate(rows("clip", "hn"), tmp_path, tiny)
     pd.testing.assert_frame_equal(figures(first), figures(again))
-    assert len(pd.read_csv(tables[0])) == STEPS["n_items"] and notes[1].exists()
+    assert len(pd.read_csv(tables[0])) == SIZES["n_items"]
+    assert notes[1].exists()
 
 
 def test_other_settings_are_other_results(tiny, tmp_path):
-    def configs(profile): return set(results(rows("clip"), ["swap"], profile, tmp_path, "x", progress=False).table.config)
+    def configs(profile):
+        return set(evaluate(rows("clip"), tmp_path, profile, benchmarks=["swap"]).table.config)
+
     torch.manual_seed(1)
-    create_model(device="cpu").save(tmp_path/"other.safetensors")
-    variants = [tiny, dataclasses.replace(tiny, n_boot=31), dataclasses.replace(tiny, n_items=13), dataclasses.replace(tiny, pretrained=str(tmp_path/"other.safetensors"))]
+    create_model(device="cpu").save(tmp_path / "other.safetensors")
+    variants = [
+        tiny,
+        dataclasses.replace(tiny, n_boot=31),
+        dataclasses.replace(tiny, n_items=13),
+        tiny.training(pretrained=str(tmp_path / "other.safetensors")),
+    ]
     assert len(set.union(*map(configs, variants))) == len(variants)
-    assert configs(dataclasses.replace(tiny, lr=1.)) == configs(tiny)   # what a pretrained row does not depend on
+    # a pretrained row does not depend on the learning rate
+    assert configs(tiny.training(lr=1.0)) == configs(tiny)
 
 
 def test_what_stopped_half_way_is_taken_up(tiny, tmp_path, monkeypatch):
-    import compvl.experiments as experiments
-    whole, seen = experiments.train, []
+    whole = runs.train
+    seen = []
 
-    def stops(cfg, **kw):
-        seen.append(cfg.method)
-        if len(seen) == 2: raise KeyboardInterrupt
-        return whole(cfg, **kw)
+    def stops(config, **options):
+        seen.append(config.method)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return whole(config, **options)
 
-    monkeypatch.setattr(experiments, "train", stops)
-    with pytest.raises(KeyboardInterrupt): results(rows("clip", "hn", "hp+hn"), TRIPLETS, tiny, tmp_path, "x", progress=False)
-    kept = pd.read_csv(tmp_path/"results/x.csv")
+    monkeypatch.setattr(runs, "train", stops)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(rows("clip", "hn", "hp+hn"), tmp_path, tiny)
+    kept = pd.read_csv(tmp_path / "results/x.csv")
     assert set(kept.method) == {"clip", "hn"}
-    monkeypatch.setattr(experiments, "train", whole)
-    res = results(rows("clip", "hn", "hp+hn"), TRIPLETS, tiny, tmp_path, "x", progress=False)
-    assert set(res.table.method) == {"clip", "hn", "hp+hn"} and len(list((tmp_path/"runs").iterdir())) == 2
+    monkeypatch.setattr(runs, "train", whole)
+    res = evaluate(rows("clip", "hn", "hp+hn"), tmp_path, tiny)
+    assert set(res.table.method) == {"clip", "hn", "hp+hn"}
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+TEXTS = dict(
+    relations=[
+        ("cat in box", "cat out of box", "cat within box"),
+        ("dog under chair", "dog above chair", "dog beneath chair"),
+    ],
+    attributes=[
+        ("red car", "blue car", "crimson car"),
+        ("white dog", "black dog", "ivory dog"),
+    ],
+)
+SWAP = dict(
+    image_path="0.jpg",
+    true_caption="the red car and the white dog",
+    false_caption="the white car and the red dog",
+    bbox_x=0,
+    bbox_y=0,
+    bbox_w=20,
+    bbox_h=20,
+    attributes=["red", "white"],
+    obj1_name="car",
+    obj2_name="dog",
+)
+
+
+def write_json(path: Path, value):
+    """Write JSON, with the folders that lead to it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def write_benchmarks(root: Path):
+    """REPLACE and SWAP with two items a part, or one."""
+    for target, texts in TEXTS.items():
+        for part, k in dict(original=0, hard_positive=2).items():
+            items = []
+            for i, text in enumerate(texts):
+                captions = dict(true_caption=text[k], false_caption=text[1])
+                items.append(dict(image_id=str(i), **captions, image_path=f"VG_100K/{i}.jpg"))
+            write_json(root / f"hard_positives/{part}/vl_checklist_{target}.json", items)
+    write_json(root / "aro/visual_genome_attribution.json", [SWAP])
+
+
+def write_images(root: Path):
+    """Pictures of one colour each."""
+    names = {"VG_100K": ["0.jpg", "1.jpg"], "coco/train2017": [f"{i}.jpg" for i in range(4)]}
+    for folder, files in names.items():
+        (root / folder).mkdir(parents=True)
+        for i, file in enumerate(files):
+            color = (60 * i, 90, 200 - 50 * i)
+            Image.new("RGB", (40, 30), color).save(root / folder / file)
+
+
+def write_training_files(root: Path):
+    """Sixteen captions of four images, with hard positives and hard negatives of two kinds."""
+    captions = []
+    for i in range(16):
+        caption = f"a picture of {'red green blue white'.split()[i % 4]} number {i}"
+        captions.append(dict(id=i, image_id=i % 4, caption=caption))
+    images = [dict(id=i, file_name=f"{i}.jpg") for i in range(4)]
+    coco = dict(images=images, annotations=captions)
+    write_json(root / "coco/annotations/captions_train2017.json", coco)
+    folders = dict(hp="hard_positives_ft", hn="hard_negatives_ft")
+    for side, kind in product(folders, ("swap", "replace")):
+        texts = [f"{side} {kind} {caption['caption']}" for caption in captions]
+        if kind == "swap":
+            texts[1::2] = ["None"] * 8
+        path = root / folders[side] / f"{kind}_{side}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(text) + "\n" for text in texts))
 
 
 def released(root: Path) -> Path:
-    "A data root with a few drawn pictures and texts in the released formats."
-    texts = [("cat in box", "cat out of box", "cat within box"), ("dog under chair", "dog above chair", "dog beneath chair")]
-    colors = [("red car", "blue car", "crimson car"), ("white dog", "black dog", "ivory dog")]
-    for target, items in dict(relations=texts, attributes=colors).items():
-        for part, k in dict(original=0, hard_positive=2).items():
-            path = root/f"hard_positives/{part}/vl_checklist_{target}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([dict(image_id=str(i), true_caption=t[k], false_caption=t[1], image_path=f"VG_100K/{i}.jpg") for i, t in enumerate(items)]))
-    (root/"aro").mkdir()
-    (root/"aro/visual_genome_attribution.json").write_text(json.dumps([dict(image_path="0.jpg", true_caption="the red car and the white dog",
-        false_caption="the white car and the red dog", bbox_x=0, bbox_y=0, bbox_w=20, bbox_h=20, attributes=["red", "white"], obj1_name="car", obj2_name="dog")]))
-    for folder, names in {"VG_100K": ["0.jpg", "1.jpg"], "coco/train2017": [f"{i}.jpg" for i in range(4)]}.items():
-        (root/folder).mkdir(parents=True)
-        for i, name in enumerate(names): Image.new("RGB", (40, 30), (60*i, 90, 200 - 50*i)).save(root/folder/name)
-    (root/"coco/annotations").mkdir()
-    captions = [dict(id=i, image_id=i % 4, caption=f"a picture of {'red green blue white'.split()[i % 4]} number {i}") for i in range(16)]
-    (root/"coco/annotations/captions_train2017.json").write_text(json.dumps(dict(images=[dict(id=i, file_name=f"{i}.jpg") for i in range(4)], annotations=captions)))
-    for side, folder in dict(hp="hard_positives_ft", hn="hard_negatives_ft").items():
-        (root/folder).mkdir()
-        for kind in ("swap", "replace"):
-            (root/folder/f"{kind}_{side}.jsonl").write_text("".join(json.dumps("None" if kind == "swap" and i % 2 else f"{side} {kind} {c['caption']}") + "\n" for i, c in enumerate(captions)))
+    """A data root with a few drawn pictures and texts in the released formats."""
+    write_benchmarks(root)
+    write_images(root)
+    write_training_files(root)
     return root
 
 
-def test_the_paper_profile_on_files_in_the_released_formats(start, tmp_path, monkeypatch):
-    monkeypatch.setenv("COMPVL_CACHE", str(tmp_path/"cache"))
-    profile = dataclasses.replace(get_profile("paper", released(tmp_path/"data")), model="micro-clip", pretrained=start, precision="fp32", n_boot=30)
+def paper_profile(root: Path, start: str):
+    """The profile paper on these files, from a small model."""
+    profile = get_profile("paper", root).training(
+        model="micro-clip", pretrained=start, precision="fp32"
+    )
+    return dataclasses.replace(profile, n_boot=30)
+
+
+@pytest.fixture
+def released_profile(start, tmp_path, monkeypatch):
+    """The profile paper on files in the released formats, with a short recipe."""
+    monkeypatch.setenv("COMPVL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(RECIPES, "hp", RECIPES["hp"] | dict(epochs=1, batch_size=8, warmup=1))
-    res = results(rows("clip", "hn", "hp+hn", "swap-only", "human"), [*TRIPLETS, "vtab-color"], profile, tmp_path/"out", "paper", progress=False)
-    assert not res.problems and set(res.table.method) == {"clip", "hn", "hp+hn", "swap-only"}
-    assert "microworld" in res.missing["vtab-color"] and "published estimate" in res.missing["human"]
-    n = res.table[(res.table.metric == "orig_acc") & (res.table.method == "hn")].set_index(["benchmark", "group"]).n
-    assert n["replace", "macro"] == 4 and n["swap", "all"] == 1
-    shutil.rmtree(tmp_path/"data/hard_negatives_ft")
-    monkeypatch.setitem(zoo.ZOO, "negclip", dataclasses.replace(zoo.ZOO["negclip"], architecture="micro-clip", activation="gelu"))      # released checkpoints stand for rows that are not trained here
-    (tmp_path/"data/checkpoints/negclip").mkdir(parents=True)
-    torch.save({"epoch": 5, "state_dict": {f"module.{k}": v for k, v in load_file(start).items()}}, tmp_path/"data/checkpoints/negclip/negclip.pth")
-    theirs = results(rows("clip", "negclip", "svlc"), TRIPLETS, profile, tmp_path/"out", "released", progress=False)
-    assert set(theirs.table.method) == {"clip", "negclip"} and not theirs.problems and "checkpoints/svlc" in theirs.gaps["svlc"]
-    assert theirs.difference(("clip", "swap", "all", "mean_c"), ("negclip", "swap", "all", "mean_c"))["diff"] == 0      # the same weights
-    others = results([r for r in TABLE8 if r.key in ("clip", "clip-small", "rn50")], TRIPLETS, profile, tmp_path/"out", "others", progress=False)
-    assert set(others.table.method) == {"clip"} and set(others.table.seed) == {0} and set(others.missing) == {"clip-small", "rn50"} and "no released model" in others.missing["clip-small"] and not others.problems
-    assert others.table.value.equals(theirs.table[theirs.table.method == "clip"].reset_index(drop=True).value)      # the profile's start, not what is shipped
-    again = results(rows("clip", "hn"), TRIPLETS, profile, tmp_path/"out", "paper", progress=False)
-    assert set(again.table.method) == {"clip"} and "replace_hn.jsonl" in again.problems["hn"]
-    with pytest.raises(CompvlError, match="1 of 2 rows failed"): again.check()
+    return paper_profile(released(tmp_path / "data"), start)
 
 
-def test_iterated_operators_by_files_that_perturb_writes(start, tmp_path, monkeypatch):
-    "`compvl perturb` makes the negatives of k applications, aligned with COCO's captions, and rows are trained on them."
-    from compvl.perturb import perturb_file
-    monkeypatch.setenv("COMPVL_CACHE", str(tmp_path/"cache"))
-    root = released(tmp_path/"data")
-    file = root/"coco/annotations/captions_train2017.json"
+def release_negclip(root: Path, start: str, monkeypatch):
+    """Put the start where NegCLIP's checkpoint is expected, in its format."""
+    entry = dataclasses.replace(zoo.ZOO["negclip"], architecture="micro-clip", activation="gelu")
+    monkeypatch.setitem(zoo.ZOO, "negclip", entry)
+    (root / "checkpoints/negclip").mkdir(parents=True)
+    state = {f"module.{name}": value for name, value in load_file(start).items()}
+    torch.save(
+        {"epoch": 5, "state_dict": state},
+        root / "checkpoints/negclip/negclip.pth",
+    )
+
+
+def test_the_paper_profile_on_files_in_the_released_formats(
+    start, released_profile, tmp_path, monkeypatch
+):
+    profile = released_profile
+    out = tmp_path / "out"
+    trained = rows("clip", "hn", "hp+hn", "swap-only", "human")
+    res = evaluate(trained, out, profile, "paper", [*TRIPLET_BENCHMARKS, "vtab-color"])
+    assert not res.problems
+    assert set(res.table.method) == {"clip", "hn", "hp+hn", "swap-only"}
+    assert "microworld" in res.missing["vtab-color"]
+    assert "published estimate" in res.missing["human"]
+    accuracy = res.table[(res.table.metric == "orig_acc") & (res.table.method == "hn")]
+    n = accuracy.set_index(["benchmark", "group"]).n
+    assert n["replace", "macro"] == 4
+    assert n["swap", "all"] == 1
+
+    # a released checkpoint is used for a row that is not trained here
+    shutil.rmtree(tmp_path / "data/hard_negatives_ft")
+    release_negclip(tmp_path / "data", start, monkeypatch)
+    theirs = evaluate(rows("clip", "negclip", "svlc"), out, profile, "released")
+    assert set(theirs.table.method) == {"clip", "negclip"}
+    assert not theirs.problems
+    assert "checkpoints/svlc" in theirs.gaps["svlc"]
+    score = ("swap", "all", "mean_c")
+    same_weights = theirs.difference(("clip", *score), ("negclip", *score))
+    assert same_weights["diff"] == 0
+
+    relatives = [row for row in HP_TABLE8 if row.key in ("clip", "clip-small", "rn50")]
+    others = evaluate(relatives, out, profile, "others")
+    assert set(others.table.method) == {"clip"}
+    assert set(others.table.seed) == {0}
+    assert set(others.missing) == {"clip-small", "rn50"}
+    assert "no released model" in others.missing["clip-small"]
+    assert not others.problems
+    clip = theirs.table[theirs.table.method == "clip"].reset_index(drop=True)
+    assert others.table.value.equals(clip.value)  # the profile's start, not what is shipped
+
+    again = evaluate(rows("clip", "hn"), out, profile, "paper")
+    assert set(again.table.method) == {"clip"}
+    assert "replace_hn.jsonl" in again.problems["hn"]
+    with pytest.raises(CompvlError, match="1 of 2 rows failed"):
+        again.check()
+
+
+def rewrite_captions(file: Path) -> list[dict]:
+    """Captions that three operators can be applied to, and one with nothing to work on."""
     coco = json.loads(file.read_text())
-    for a, (x, y) in zip(coco["annotations"], [(x, y) for x in ("dog", "cat", "man", "horse") for y in ("boat", "table", "car", "bench")]): a["caption"] = f"A brown {x} next to a large red {y}."
-    coco["annotations"][5]["caption"] = "..."      # nothing to work on
+    nouns = product(("dog", "cat", "man", "horse"), ("boat", "table", "car", "bench"))
+    for annotation, (first, second) in zip(coco["annotations"], nouns, strict=True):
+        annotation["caption"] = f"A brown {first} next to a large red {second}."
+    coco["annotations"][5]["caption"] = "..."
     file.write_text(json.dumps(coco))
-    profile = dataclasses.replace(get_profile("paper", root), model="micro-clip", pretrained=start, precision="fp32", n_boot=30)
-    monkeypatch.setitem(RECIPES, "hp", RECIPES["hp"] | dict(epochs=1, batch_size=8, warmup=1))
-    missing = results(rows("clip", "tcl-mix"), ["swap"], profile, tmp_path/"out", "missing", progress=False)
-    assert all(f"tcl-{k}_hn.jsonl" in missing.problems["tcl-mix"] for k in (1, 2, 3))
+    return coco["annotations"]
+
+
+def test_iterated_operators_by_files_that_perturb_writes(released_profile, tmp_path):
+    """`compvl perturb` makes aligned negatives of k applications, and rows are trained on them."""
+    from compvl.text.pipeline import perturb_file
+
+    profile = released_profile
+    root = tmp_path / "data"
+    out = tmp_path / "out"
+    file = root / "coco/annotations/captions_train2017.json"
+    annotations = rewrite_captions(file)
+    missing = evaluate(rows("clip", "tcl-mix"), out, profile, "missing", ["swap"])
     for k in (1, 2, 3):
-        made = perturb_file("hn", f"tcl-{k}", file, root/f"hard_negatives_ft/tcl-{k}_hn.jsonl", workers=0, progress=False)
-        lines = [json.loads(t) for t in (root/f"hard_negatives_ft/tcl-{k}_hn.jsonl").read_text().splitlines()]
-        assert made.n == 16 and made.total == 15 and [len(r["steps"]) for r in lines] == [k*(i != 5) for i in range(16)]
-        assert [r["caption"] for r in lines] == [a["caption"] for a in coco["annotations"]] and all(r["hard_negative"] != r["caption"] for r in lines)
-    res = results(rows("clip", "tcl-2", "tcl-mix"), ["swap"], profile, tmp_path/"out", "tcl", progress=False)
-    assert not res.problems and set(res.table.method) == {"clip", "tcl-2", "tcl-mix"}
+        assert f"tcl-{k}_hn.jsonl" in missing.problems["tcl-mix"]
+    for k in (1, 2, 3):
+        negatives = root / f"hard_negatives_ft/tcl-{k}_hn.jsonl"
+        made = perturb_file("hn", f"tcl-{k}", file, negatives, workers=0, progress=False)
+        lines = [json.loads(line) for line in negatives.read_text().splitlines()]
+        assert made.n == 16
+        assert made.total == 15
+        steps = [k] * 16
+        steps[5] = 0
+        assert [len(line["steps"]) for line in lines] == steps
+        assert [line["caption"] for line in lines] == [a["caption"] for a in annotations]
+        assert all(line["hard_negative"] != line["caption"] for line in lines)
+    res = evaluate(rows("clip", "tcl-2", "tcl-mix"), out, profile, "tcl", ["swap"])
+    assert not res.problems
+    assert set(res.table.method) == {"clip", "tcl-2", "tcl-mix"}
 
 
 def test_a_run_that_fails_beside_others_is_not_made_again(tmp_path, monkeypatch):
-    p = dataclasses.replace(PROFILES["smoke"], steps=SHORT, n_train=64, batch_size=8, n_items=30)
-    bad = dataclasses.replace(ROWS["hn"], key="bad", data_options=dict(source="nowhere"))
-    asked, train = [], experiments.train
-    monkeypatch.setattr(experiments, "cores", lambda: 2)
-    monkeypatch.setattr(experiments, "train", lambda cfg, **k: asked.append(cfg.data_options) or train(cfg, **k))
-    res = results([ROWS["clip-coco"], bad], ["swap"], p, tmp_path, "r", progress=False)
-    assert "nowhere" in res.problems["bad"] and set(res.table.method) == {"clip-coco"}
-    assert asked == [{}]
+    profile = PROFILES["smoke"].training(steps=SHORT, n_train=64, batch_size=8)
+    profile = dataclasses.replace(profile, n_items=30)
+    bad = dataclasses.replace(ROWS["hn"], key="bad").training(data_options=dict(source="nowhere"))
+    train = runs.train
+    trained_here = []
+
+    def recorded(config, **options):
+        trained_here.append(config.data_options)
+        return train(config, **options)
+
+    monkeypatch.setattr(training, "cores", lambda: 2)
+    monkeypatch.setattr(runs, "train", recorded)
+    res = evaluate([ROWS["clip-coco"], bad], tmp_path, profile, "r", ["swap"])
+    assert "nowhere" in res.problems["bad"]
+    assert set(res.table.method) == {"clip-coco"}
+    assert trained_here == [{}]
 
 
 def test_a_failing_benchmark_file_says_what_is_needed(tiny, tmp_path):
-    (tmp_path/"aro").mkdir()
-    (tmp_path/"aro/visual_genome_attribution.json").write_text("[{]")
-    res = results(TABLE1, TRIPLETS, dataclasses.replace(tiny, root=str(tmp_path)), tmp_path/"out", "x", progress=False)
-    assert "visual_genome_attribution.json:1" in res.gaps["swap"] and "hard_positives" in res.gaps["replace"]
+    (tmp_path / "aro").mkdir()
+    (tmp_path / "aro/visual_genome_attribution.json").write_text("[{]")
+    profile = dataclasses.replace(tiny, root=str(tmp_path))
+    res = evaluate(HP_TABLE1, tmp_path / "out", profile)
+    assert "visual_genome_attribution.json:1" in res.gaps["swap"]
+    assert "hard_positives" in res.gaps["replace"]
 
 
-@pytest.mark.parametrize("notebook, table, says", [("01_brittleness", "table1", ["visual_genome_attribution.json", "Our HN", "73.9"]), ("02_ratio_ablation", "table3", ["visual_genome_attribution.json", "Our HN", "73.9"]),
-                                                   ("03_standard_zeroshot", "table10", ["imagenet", "Our HN", "50.4"]), ("04_other_models", "table8", ["visual_genome_attribution.json", "ViT-L/14", "61.6"]), ("05_attribution", None, []), ("06_cae", "table1", ["ComVG.csv", "CLIP-FT", "64.9"]), ("07_text_similarity", "table4", ["SICK", "CLIP-FT", "66.3"]), ("09_iterated_operators", "table2", ["visual_genome_attribution.json", "HN, k = 1"]), ("10_beyond", None, [])])
-def test_a_paper_notebook_runs_to_its_end_without_any_files(notebook, table, says, tmp_path):
+ATTRIBUTION = "visual_genome_attribution.json"
+NOTEBOOKS = [  # notebook, its table, and what the table has to contain
+    ("01_brittleness", "table1", [ATTRIBUTION, "Our HN", "73.9"]),
+    ("02_ratio_ablation", "table3", [ATTRIBUTION, "Our HN", "73.9"]),
+    ("03_standard_zeroshot", "table10", ["imagenet", "Our HN", "50.4"]),
+    ("04_other_models", "table8", [ATTRIBUTION, "ViT-L/14", "61.6"]),
+    ("05_attribution", None, []),
+    ("06_cae", "table1", ["ComVG.csv", "CLIP-FT", "64.9"]),
+    ("07_text_similarity", "table4", ["SICK", "CLIP-FT", "66.3"]),
+    ("09_iterated_operators", "table2", [ATTRIBUTION, "HN, k = 1"]),
+    ("10_beyond", None, []),
+]
+
+
+@pytest.mark.parametrize("notebook, table, contains", NOTEBOOKS)
+def test_a_paper_notebook_runs_to_its_end_without_any_files(notebook, table, contains, tmp_path):
     pytest.importorskip("papermill")
-    (tmp_path/"empty").mkdir()
-    command = [sys.executable, "-m", "papermill", notebooks_dir()/f"{notebook}.ipynb", "out.ipynb", "-p", "profile", "paper", "-p", "data_root", tmp_path/"empty", "--no-progress-bar"]
-    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, env={k: v for k, v in os.environ.items() if k != "COMPVL_RUNS"})
+    (tmp_path / "empty").mkdir()
+    source = notebooks_dir() / f"{notebook}.ipynb"
+    options = ["-p", "profile", "paper", "-p", "data_root", str(tmp_path / "empty")]
+    command = [sys.executable, "-m", "papermill", str(source), "out.ipynb", *options]
+    done = subprocess.run(
+        [*command, "--no-progress-bar"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "COMPVL_RUNS"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    if not table: return
-    text = (tmp_path/f"reproduction/tables/{notebook}_{table}.md").read_text()
-    assert "no data" in text and all(s in text for s in says)
+    if not table:
+        return
+    text = (tmp_path / f"reproduction/tables/{notebook}_{table}.md").read_text()
+    assert "no data" in text
+    assert all(part in text for part in contains)

@@ -1,4 +1,5 @@
 """scripts/rederive.py finds a figure that the committed results do not give."""
+
 import json
 import shutil
 import sys
@@ -40,26 +41,50 @@ def test_another_figure_in_the_results(copy):
         value = lines[i].split(",")[4]
         p.write_text("\n".join(lines).replace(value, str(float(value) + 1)) + "\n")
     problems, _, _ = notebook(path, root)
-    assert any("CAE Table 4" in p and "(CLIP)" in p and p.startswith(f"nbs/paper/{NOTEBOOK}.ipynb, cell ") for p in problems)
+    assert any(
+        "CAE Table 4" in p and "(CLIP)" in p and p.startswith(f"nbs/paper/{NOTEBOOK}.ipynb, cell ")
+        for p in problems
+    )
 
 
 def test_another_figure_in_the_notebook(copy):
     path, root = copy
     nb = json.loads(path.read_text())
-    said = next(o["data"] for c in nb["cells"] for o in c.get("outputs", []) if "reproduced" in "".join(o.get("data", {}).get("text/markdown", "")))
-    said["text/markdown"] = "".join(said["text/markdown"]).replace("**undecided**", "**reproduced**")
+    said = next(
+        o["data"]
+        for c in nb["cells"]
+        for o in c.get("outputs", [])
+        if "reproduced" in "".join(o.get("data", {}).get("text/markdown", ""))
+    )
+    said["text/markdown"] = "".join(said["text/markdown"]).replace(
+        "**undecided**", "**reproduced**"
+    )
     path.write_text(json.dumps(nb))
     problems, _, _ = notebook(path, root)
     assert any("undecided" in p for p in problems)
 
 
 def test_rows_of_a_table():
-    assert table_rows("<style>td{}</style><table><tr><th>a</th><td>1.0<br><span>[0.5, 1.5]</span></td></tr></table>") == [["a", "1.0 [0.5, 1.5]"]]
+    cells = "<th>a</th><td>1.0<br><span>[0.5, 1.5]</span></td>"
+    html = f"<style>td{{}}</style><table><tr>{cells}</tr></table>"
+    assert table_rows(html) == [["a", "1.0 [0.5, 1.5]"]]
 
 
-@pytest.mark.parametrize("cell, said", [("1.2 [0.9, 1.4]", ""), ("1.2 [0.9, 1.5]", "1.2 [0.9, 1.5] is in no row of 08_ends.csv")])
+@pytest.mark.parametrize(
+    "cell, said",
+    [("1.2 [0.9, 1.4]", ""), ("1.2 [0.9, 1.5]", "1.2 [0.9, 1.5] is in no row of 08_ends.csv")],
+)
 def test_a_turned_table(cell, said):
-    kept = SimpleNamespace(tables={"08_ends": pd.DataFrame([("SWAP", 3., 2., 4.), ("ADD", 1.234, .91, 1.449)], columns=["operator", "value", "lo", "hi"])})
-    html = f"<table><tr><th></th><th>SWAP</th><th>ADD</th></tr><tr><th>loss</th><td>3.0 [2.0, 4.0]</td><td>{cell}</td></tr></table>"
+    kept = SimpleNamespace(
+        tables={
+            "08_ends": pd.DataFrame(
+                [("SWAP", 3.0, 2.0, 4.0), ("ADD", 1.234, 0.91, 1.449)],
+                columns=["operator", "value", "lo", "hi"],
+            )
+        }
+    )
+    head = "<tr><th></th><th>SWAP</th><th>ADD</th></tr>"
+    body = f"<tr><th>loss</th><td>3.0 [2.0, 4.0]</td><td>{cell}</td></tr>"
+    html = f"<table>{head}{body}</table>"
     told = from_kept({"text/html": html}, 'cells(keep("ends", table))', kept)
     assert told == "" if not said else said in told

@@ -1,4 +1,5 @@
-"""The runner on throw-away notebooks: failing, skipping, interrupting."""
+"""Reproductions of throw-away notebooks: failures, notebooks that are up to date, interrupts."""
+
 import json
 import signal
 import subprocess
@@ -6,20 +7,41 @@ import sys
 import time
 
 import nbformat
+import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from compvl.app.estimate import TimeLeft
+from compvl.app.reproduction import reproduce
 from compvl.core import CompvlError, read_json
-from compvl.reproduce import reproduce
 
 PARAMETERS = 'profile = "micro"\ndata_root = None\nout = "reproduction"'
-TABLE = "# Write\nfrom pathlib import Path\n(Path(out)/'tables').mkdir(exist_ok=True)\n(Path(out)/'tables/{name}.csv').write_text(profile)"
+WRITE_TABLE = """\
+# Write
+from pathlib import Path
+(Path(out) / 'tables').mkdir(exist_ok=True)
+(Path(out) / 'tables/{name}.csv').write_text(profile)"""
+COUNT_TABLES = """\
+from pathlib import Path
+n = len(list(Path(out).glob('tables/01_*.csv')))
+"""
+FOLDERS = """\
+from pathlib import Path
+from compvl.core import runs_dir
+assert Path.cwd() == Path(out)
+print(runs_dir())"""
 
 
-def notebook(folder, name, *cells, parameters=PARAMETERS):
-    head = [new_code_cell(parameters, metadata={"tags": ["parameters"]})] if parameters else []
-    cells = [new_markdown_cell(f"# About {name}"), *head, *(new_code_cell(c) for c in cells)]
-    nb = new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "python3", "language": "python"}})
+def write_notebook(folder, name, *sources, parameters=PARAMETERS, reads=False):
+    """Write a notebook with these cells; its last cell has the tag `reads` if it reads others."""
+    cells = [new_markdown_cell(f"# About {name}")]
+    if parameters:
+        cells.append(new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+    cells += [new_code_cell(source) for source in sources]
+    if reads:
+        cells[-1].metadata["tags"] = ["reads"]
+    kernel = {"name": "python3", "display_name": "python3", "language": "python"}
+    nb = new_notebook(cells=cells, metadata={"kernelspec": kernel})
     nbformat.write(nb, folder / f"{name}.ipynb")
 
 
@@ -29,108 +51,125 @@ def run(tmp_path, monkeypatch):
 
     def go(*wanted, profile="smoke", **options):
         return reproduce(list(wanted), profile, out=tmp_path / "out", folder=tmp_path, **options)
+
     return go
 
 
 def statuses(summary):
-    return [r.status for r in summary.results]
+    return [result.status for result in summary.results]
 
 
-def test_failure_is_kept_told_and_passed_over(tmp_path, run, capsys):
-    notebook(tmp_path, "01_fails", "kept = 'so far'\nprint(kept)", "# Divide\n1/0", "never = 1")
-    notebook(tmp_path, "02_dies", "import os\nos._exit(3)")
-    notebook(tmp_path, "03_works", TABLE.format(name="t"))
+def test_a_failure_is_kept_and_reported_and_the_others_run(tmp_path, run, capsys):
+    print_and_fail = ("kept = 'so far'\nprint(kept)", "# Divide\n1/0", "never = 1")
+    write_notebook(tmp_path, "01_fails", *print_and_fail)
+    write_notebook(tmp_path, "02_dies", "import os\nos._exit(3)")
+    write_notebook(tmp_path, "03_works", WRITE_TABLE.format(name="t"))
     summary = run()
-    assert statuses(summary) == ["failed", "failed", "done"] and not summary.ok
+    assert statuses(summary) == ["failed", "failed", "done"]
+    assert not summary.ok
     assert "(Divide): ZeroDivisionError: division by zero" in summary.results[0].error
     assert "DeadKernelError" in summary.results[1].error
     partial = nbformat.read(tmp_path / "out/notebooks/01_fails.ipynb", 4)
-    assert any("so far" in str(c.get("outputs")) for c in partial.cells)
+    assert any("so far" in str(cell.get("outputs")) for cell in partial.cells)
     assert "ZeroDivisionError" in capsys.readouterr().err
     page = (tmp_path / "out/index.html").read_text()
-    assert "ZeroDivisionError" in page and 'href="tables/t.csv"' in page and 'href="notebooks/03_works.html"' in page
-    assert summary.results[2].seconds > 0 and summary.results[2].peak_mb > 10
+    assert "ZeroDivisionError" in page
+    assert 'href="tables/t.csv"' in page
+    assert 'href="notebooks/03_works.html"' in page
+    assert summary.results[2].seconds > 0
+    assert summary.results[2].peak_mb > 10
 
 
 def test_up_to_date_is_skipped_until_something_changes(tmp_path, run, monkeypatch):
-    notebook(tmp_path, "01_a", TABLE.format(name="a"))
-    notebook(tmp_path, "02_b", TABLE.format(name="b"))
+    write_notebook(tmp_path, "01_a", WRITE_TABLE.format(name="a"))
+    write_notebook(tmp_path, "02_b", WRITE_TABLE.format(name="b"))
     assert statuses(run()) == ["done", "done"]
     assert statuses(run()) == ["up to date", "up to date"]
 
-    notebook(tmp_path, "02_b", TABLE.format(name="b"), "another = 1")
-    assert statuses(run()) == ["up to date", "done"]                    # its cells changed
+    write_notebook(tmp_path, "02_b", WRITE_TABLE.format(name="b"), "another = 1")
+    assert statuses(run()) == ["up to date", "done"]  # its cells changed
 
     (tmp_path / "out/tables/a.csv").unlink()
-    assert statuses(run()) == ["done", "up to date"]                    # what it made is gone
+    assert statuses(run()) == ["done", "up to date"]  # what it made is gone
 
-    assert statuses(run("1", profile="micro")) == ["done"]              # its parameters changed
+    assert statuses(run("1", profile="micro")) == ["done"]  # its parameters changed
     assert (tmp_path / "out/tables/a.csv").read_text() == "micro"
 
-    monkeypatch.setattr("compvl.reproduce._surroundings", lambda: "other code")
-    assert statuses(run("2")) == ["done"]                               # the package changed
+    monkeypatch.setattr("compvl.app.reproduction.surroundings_digest", lambda: "other code")
+    assert statuses(run("2")) == ["done"]  # the package changed
     assert statuses(run("2", force=True)) == ["done"]
-    assert 'href="tables/a.csv"' in (tmp_path / "out/index.html").read_text()   # the page lists earlier ones too
+    # the page lists notebooks of earlier calls too
+    assert 'href="tables/a.csv"' in (tmp_path / "out/index.html").read_text()
 
 
 def test_what_reads_other_results_runs_again_when_they_change(tmp_path, run):
-    notebook(tmp_path, "01_a", TABLE.format(name="01_a"))
-    notebook(tmp_path, "11_b", "from pathlib import Path\nn = len(list(Path(out).glob('tables/01_*.csv')))\n" + TABLE.format(name="11_b"))
-    nb = nbformat.read(tmp_path / "11_b.ipynb", 4)
-    nb.cells[2].metadata["tags"] = ["reads"]
-    nbformat.write(nb, tmp_path / "11_b.ipynb")
+    write_notebook(tmp_path, "01_a", WRITE_TABLE.format(name="01_a"))
+    read_and_write = COUNT_TABLES + WRITE_TABLE.format(name="11_b")
+    write_notebook(tmp_path, "11_b", read_and_write, reads=True)
+    report = tmp_path / "out/report.html"
     assert statuses(run()) == ["done", "done"]
-    assert statuses(run()) == ["up to date", "up to date"]               # what it wrote itself does not count
+    assert statuses(run()) == ["up to date", "up to date"]  # what it wrote itself does not count
     (tmp_path / "out/tables/01_a.csv").write_text("another")
     run("1")
-    assert "have changed since it ran" in (tmp_path / "out/report.html").read_text()
+    assert "have changed since it ran" in report.read_text()
     assert statuses(run()) == ["up to date", "done"]
-    assert "have changed since it ran" not in (tmp_path / "out/report.html").read_text()
+    assert "have changed since it ran" not in report.read_text()
 
 
-def test_time_left_is_judged_by_the_committed_run(tmp_path, run, monkeypatch, capsys):
-    notebook(tmp_path, "01_a", "x = 1")
-    notebook(tmp_path, "02_b", "x = 1")
+def test_time_left_is_estimated_from_the_committed_run(tmp_path, run, monkeypatch, capsys):
+    write_notebook(tmp_path, "01_a", "x = 1")
+    write_notebook(tmp_path, "02_b", "x = 1")
     run(jobs=1)
     assert "2 of 2 notebooks to run: time left unknown" in capsys.readouterr().err
-    monkeypatch.setattr("compvl.reproduce._known_seconds", lambda profile: {"01_a": 3600.0})
+
+    def an_hour_for_the_first(profile):
+        return {"01_a": 3600.0}
+
+    monkeypatch.setattr("compvl.app.reproduction.known_seconds", an_hour_for_the_first)
     run(force=True, jobs=1)
-    assert "2 of 2 notebooks to run: about 1 h 0 min left, and 1 notebook of unknown length" in capsys.readouterr().err
+    left = "about 1 h 0 min left, and 1 notebook of unknown length"
+    assert f"2 of 2 notebooks to run: {left}" in capsys.readouterr().err
     run(jobs=1)
     assert "0 of 2 notebooks to run: nothing left" in capsys.readouterr().err
 
 
 def test_time_left_follows_the_speed_of_this_machine():
-    from compvl.reproduce import _Left
-    left = _Left(["01", "02", "03"], {"01": 100.0, "02": 200.0, "03": 300.0})
+    left = TimeLeft(["01", "02", "03"], {"01": 100.0, "02": 200.0, "03": 300.0})
     assert left.seconds() == 600
-    left.ended("01", 400.0)                                             # four times as slow
-    assert left.seconds() == 4 * 500 and left.seconds("02", 300.0) == 4 * 500 - 300
-    assert left.seconds("02", 1100.0) == 5 * 500 - 1100                 # and the second is slower than that
-    left.ended("02", None)                                              # failed: it says nothing of the speed
+    left.ended("01", 400.0)  # four times as slow
+    assert left.seconds() == 4 * 500
+    assert left.seconds("02", 300.0) == 4 * 500 - 300
+    assert left.seconds("02", 1100.0) == 5 * 500 - 1100  # and the second is slower than that
+    left.ended("02", None)  # failed: it says nothing of the speed
     assert left.seconds() == 4 * 300
 
 
 def test_only_declared_parameters_are_passed(tmp_path, run):
-    notebook(tmp_path, "01_none", "assert 'profile' not in globals()", parameters=None)
-    notebook(tmp_path, "02_one", "assert profile == 'smoke' and 'out' not in globals()", parameters='profile = "micro"')
-    notebook(tmp_path, "03_all", f"assert (profile, data_root, out) == ('smoke', {str(tmp_path)!r}, {str(tmp_path / 'out')!r})")
+    out = tmp_path / "out"
+    no_parameter = "assert 'profile' not in globals()"
+    one_parameter = "assert profile == 'smoke' and 'out' not in globals()"
+    expected = ("smoke", str(tmp_path), str(out))
+    all_parameters = f"assert (profile, data_root, out) == {expected!r}"
+    write_notebook(tmp_path, "01_none", no_parameter, parameters=None)
+    write_notebook(tmp_path, "02_one", one_parameter, parameters='profile = "micro"')
+    write_notebook(tmp_path, "03_all", all_parameters)
     assert statuses(run(data_root=tmp_path)) == ["done"] * 3
-    assert read_json(tmp_path / "out/notebooks/02_one.json")["parameters"] == {"profile": "smoke"}
+    assert read_json(out / "notebooks/02_one.json")["parameters"] == {"profile": "smoke"}
 
 
 def test_notebooks_run_in_out_and_runs_go_there(tmp_path, run, monkeypatch):
-    notebook(tmp_path, "01_where", "from pathlib import Path\nfrom compvl.core import runs_dir\nassert Path.cwd() == Path(out)\nprint(runs_dir())")
+    write_notebook(tmp_path, "01_where", FOLDERS)
+    executed = tmp_path / "out/notebooks/01_where.ipynb"
     monkeypatch.chdir(tmp_path)
     assert run().ok
-    assert str(tmp_path / "out/runs") in (tmp_path / "out/notebooks/01_where.ipynb").read_text()
+    assert str(tmp_path / "out/runs") in executed.read_text()
     monkeypatch.setenv("COMPVL_RUNS", str(tmp_path / "mine"))
     assert run(force=True).ok
-    assert str(tmp_path / "mine") in (tmp_path / "out/notebooks/01_where.ipynb").read_text()
+    assert str(tmp_path / "mine") in executed.read_text()
 
 
 def test_mistakes_say_what_is_known(tmp_path, run):
-    notebook(tmp_path, "01_a")
+    write_notebook(tmp_path, "01_a")
     with pytest.raises(CompvlError, match="01_a"):
         run("02")
     with pytest.raises(CompvlError, match="smoke.*paper"):
@@ -140,46 +179,86 @@ def test_mistakes_say_what_is_known(tmp_path, run):
     assert not (tmp_path / "out").exists()
 
 
+# a notebook that ends only if another one runs at the same time
+MEET = """\
+import time
+from pathlib import Path
+Path(out, '{name}').touch()
+for _ in range(600):
+    if Path(out, '{other}').exists(): break
+    time.sleep(.1)
+else: raise TimeoutError
+"""
+TWO_TABLES = """\
+from pathlib import Path
+assert len(list(Path(out).glob('tables/*'))) == 2"""
+
+
 def test_several_at_a_time_keep_their_outputs_apart(tmp_path, run):
-    meet = "import time\nfrom pathlib import Path\nPath(out, '{name}').touch()\nfor _ in range(600):\n    if Path(out, '{other}').exists(): break\n    time.sleep(.1)\nelse: raise TimeoutError\n"
-    notebook(tmp_path, "01_a", meet.format(name="01", other="02") + TABLE.format(name="01_a"))      # each waits for the other
-    notebook(tmp_path, "02_b", meet.format(name="02", other="01") + TABLE.format(name="02_b"))
-    notebook(tmp_path, "03_dies", "import os\nos._exit(3)")
-    notebook(tmp_path, "11_reads", "from pathlib import Path\nassert len(list(Path(out).glob('tables/*'))) == 2")
-    nb = nbformat.read(tmp_path / "11_reads.ipynb", 4)
-    nb.cells[2].metadata["tags"] = ["reads"]
-    nbformat.write(nb, tmp_path / "11_reads.ipynb")
+    for name, own, other in (("01_a", "01", "02"), ("02_b", "02", "01")):
+        source = MEET.format(name=own, other=other) + WRITE_TABLE.format(name=name)
+        write_notebook(tmp_path, name, source)
+    write_notebook(tmp_path, "03_dies", "import os\nos._exit(3)")
+    write_notebook(tmp_path, "11_reads", TWO_TABLES, reads=True)
     summary = run(jobs=3)
-    assert [(r.name, r.status, r.outputs) for r in summary.results] == [("01_a", "done", ["tables/01_a.csv"]), ("02_b", "done", ["tables/02_b.csv"]), ("03_dies", "failed", []), ("11_reads", "done", [])]
-    assert all(r.peak_mb > 10 and r.commit for r in summary.results)
+    assert [(result.name, result.status, result.outputs) for result in summary.results] == [
+        ("01_a", "done", ["tables/01_a.csv"]),
+        ("02_b", "done", ["tables/02_b.csv"]),
+        ("03_dies", "failed", []),
+        ("11_reads", "done", []),
+    ]
+    assert all(result.peak_mb > 10 for result in summary.results)
+    assert all(result.commit for result in summary.results)
     assert statuses(run(jobs=3)) == ["up to date", "up to date", "failed", "up to date"]
     with pytest.raises(CompvlError, match="jobs=0"):
         run(jobs=0)
 
 
+WAIT_FOR_THE_FIRST = """\
+from pathlib import Path
+import os, time
+while not Path(out, 'notebooks', '01_a.json').exists(): time.sleep(.1)
+Path(out, 'pid').write_text(str(os.getpid()))
+time.sleep(120)"""
+COMMAND = """\
+import sys
+from pathlib import Path
+from compvl.app import cli, plan
+folder, *arguments = sys.argv[1:]
+plan.notebooks_dir = lambda: Path(folder)
+sys.argv = ['compvl', *arguments]
+cli.main()"""
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_interrupt_writes_the_page_and_leaves_no_kernel(tmp_path, jobs):
-    import psutil
-    notebook(tmp_path, "01_a", "x = 1")
-    notebook(tmp_path, "02_slow", "from pathlib import Path\nimport os, time\nwhile not Path(out, 'notebooks', '01_a.json').exists(): time.sleep(.1)\nPath(out, 'pid').write_text(str(os.getpid()))\ntime.sleep(120)")
-    notebook(tmp_path, "03_slow", "import time\ntime.sleep(120)")
-    notebook(tmp_path, "04_never", "x = 1")
-    code = ("import sys\nfrom compvl.reproduce import reproduce\n"
-            "from compvl import cli, core, reproduce as module\n"
-            f"module.notebooks_dir = lambda: core.Path({str(tmp_path)!r})\n"
-            f"sys.argv = ['compvl', 'reproduce', '--profile', 'smoke', '--jobs', '{jobs}', '--json', '--out', {str(tmp_path / 'out')!r}]\ncli.main()")
+    write_notebook(tmp_path, "01_a", "x = 1")
+    write_notebook(tmp_path, "02_slow", WAIT_FOR_THE_FIRST)
+    write_notebook(tmp_path, "03_slow", "import time\ntime.sleep(120)")
+    write_notebook(tmp_path, "04_never", "x = 1")
+    out = tmp_path / "out"
+    options = ["--profile", "smoke", "--jobs", str(jobs), "--json", "--out", str(out)]
     # a shell starts its background jobs deaf to SIGINT, and their children inherit that
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    pid = tmp_path / "out/pid"
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path), "reproduce", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    pid = out / "pid"
     for _ in range(600):
         if pid.exists() and pid.read_text():
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    said = json.loads(out)
-    assert not said["ok"] and {n["name"]: n["status"] for n in said["notebooks"]} == {"01_a": "done"} | dict.fromkeys(["02_slow", "03_slow", "04_never"], "interrupted")
-    assert said["notebooks"][-1]["error"].startswith("not started") and not (tmp_path / "out/notebooks/04_never.json").exists()
-    assert (tmp_path / "out/index.html").read_text().count('"interrupted"') == 3
+    summary = json.loads(printed)
+    assert not summary["ok"]
+    interrupted = dict.fromkeys(["02_slow", "03_slow", "04_never"], "interrupted")
+    by_name = {notebook["name"]: notebook["status"] for notebook in summary["notebooks"]}
+    assert by_name == {"01_a": "done"} | interrupted
+    assert summary["notebooks"][-1]["error"].startswith("not started")
+    assert not (out / "notebooks/04_never.json").exists()
+    assert (out / "index.html").read_text().count('"interrupted"') == 3
     assert not psutil.pid_exists(int(pid.read_text()))

@@ -1,228 +1,577 @@
-"What the notebook of `compvl.sources` cannot show: real released files and their published counts, other people's code as the reference, packed data sets, damaged files."
-import json, os, pickle, random, re, sys, types
+"What the notebook of `compvl.benchmarks.composition` cannot show: real released files and their published counts, other people's code as the reference, packed data sets, damaged files."
+
+import json
+import os
+import pickle
+import random
+import re
+import sys
+import types
 from collections import Counter
 from pathlib import Path
 
-import numpy as np, pytest
+import numpy as np
+import pytest
 
-from compvl import sources
+from compvl.benchmarks import order, retrieval
+from compvl.benchmarks.items import Pair
+from compvl.benchmarks.loading import REGISTRY
+from compvl.benchmarks.registry import Request, locate
+from compvl.benchmarks.valse import read_valse
+from compvl.benchmarks.vl_checklist import VL_CHECKLIST
+from compvl.benchmarks.winoground import compositional_ids
 from compvl.core import CompvlError, write_json
 from compvl.downloads import DATASETS, status
-from compvl.items import REGISTRY, Pair, Request, image_key, locate, open_image
+from compvl.images import image_key, open_image
 
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2]/"shared/real")
-def real(folder): return pytest.mark.skipif(not (REAL/folder).is_dir(), reason=f"{REAL/folder} (released files, not part of the project) is absent")
-def load(name, root=REAL, **kwargs): return REGISTRY[name].files(Request(name, root, **kwargs))
+REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
+
+
+def real(folder):
+    return pytest.mark.skipif(
+        not (REAL / folder).is_dir(),
+        reason=f"{REAL / folder} (released files, not part of the project) is absent",
+    )
+
+
+def load(name, root=REAL, **kwargs):
+    return REGISTRY[name].files(Request(name, root, **kwargs))
+
 
 # --- real files ---
 
+
 @real("sugarcrepe")
 def test_sugarcrepe_has_the_published_items():
-    names = [n for n in REGISTRY if n.startswith("sugarcrepe-") and not n.startswith("sugarcrepe-pp-")]
+    names = [
+        n for n in REGISTRY if n.startswith("sugarcrepe-") and not n.startswith("sugarcrepe-pp-")
+    ]
     counts = {n: len(load(n).items) for n in names}
-    assert len(names) == 7 and sum(counts.values()) == 7_511 and all(REGISTRY[n].published_n == c for n, c in counts.items())
+    assert (
+        len(names) == 7
+        and sum(counts.values()) == 7_511
+        and all(REGISTRY[n].published_n == c for n, c in counts.items())
+    )
     first = load("sugarcrepe-swap-att").items[0]
-    assert (first.image, first.caption, first.foil) == ("000000565045.jpg", "Blue bathroom with two white towels hanging by the shower.", "White bathroom with two blue towels hanging by the shower.")
+    assert (first.image, first.caption, first.foil) == (
+        "000000565045.jpg",
+        "Blue bathroom with two white towels hanging by the shower.",
+        "White bathroom with two blue towels hanging by the shower.",
+    )
+
 
 @real("valse")
-@pytest.mark.parametrize("piece, n", dict(existence=505, plurals=851, **{"counting-hard": 868, "counting-small-quant": 900, "counting-adversarial": 691, "action-replacement": 648, "actant-swap": 949},
-                                          relations=535, **{"coreference-standard": 708, "coreference-hard": 104, "foil-it": 943}).items())
+@pytest.mark.parametrize(
+    "piece, n",
+    dict(
+        existence=505,
+        plurals=851,
+        **{
+            "counting-hard": 868,
+            "counting-small-quant": 900,
+            "counting-adversarial": 691,
+            "action-replacement": 648,
+            "actant-swap": 949,
+        },
+        relations=535,
+        **{"coreference-standard": 708, "coreference-hard": 104, "foil-it": 943},
+    ).items(),
+)
 def test_valse_has_the_published_valid_items(piece, n):
     items = load(f"valse-{piece}").items
-    assert len(items) == n == REGISTRY[f"valse-{piece}"].published_n and len({i.id for i in items}) == n
-    assert len(sources.read_valse(REAL/f"valse/{piece}.json", "x", valid_only=False)) > n
+    assert (
+        len(items) == n == REGISTRY[f"valse-{piece}"].published_n
+        and len({i.id for i in items}) == n
+    )
+    assert len(read_valse(REAL / f"valse/{piece}.json", "x", valid_only=False)) > n
+
 
 @real("comvg")
 def test_comvg_has_the_published_items():
     items = load("comvg").items
-    assert len(items) == 5_400 and Counter(i.group for i in items) == dict(object=2_584, subject=1_536, verb=1_280) and len({i.id for i in items}) == 5_400
+    assert (
+        len(items) == 5_400
+        and Counter(i.group for i in items) == dict(object=2_584, subject=1_536, verb=1_280)
+        and len({i.id for i in items}) == 5_400
+    )
+
 
 @real("vl_checklist")
 def test_vl_checklist_visual_genome_part():
-    relation, attribute = load("vl-checklist-relation", source="vg").items, load("vl-checklist-attribute", source="vg").items
+    relation, attribute = (
+        load("vl-checklist-relation", source="vg").items,
+        load("vl-checklist-attribute", source="vg").items,
+    )
     assert Counter(i.group for i in relation) == {"vg/spatial": 30_650, "vg/action": 12_733}
-    assert Counter(i.group for i in attribute) == {"vg/color": 11_569, "vg/material": 2_470, "vg/size": 2_695, "vg/state": 941, "vg/action": 1_892}
-    assert len({i.id for i in relation}) == len(relation) and any(i.caption == i.foil for i in relation + attribute)
+    assert Counter(i.group for i in attribute) == {
+        "vg/color": 11_569,
+        "vg/material": 2_470,
+        "vg/size": 2_695,
+        "vg/state": 941,
+        "vg/action": 1_892,
+    }
+    assert len({i.id for i in relation}) == len(relation) and any(
+        i.caption == i.foil for i in relation + attribute
+    )
+
 
 @real("vl_checklist")
-@pytest.mark.parametrize("part, lost, whole", [("relation", ["Relation/hake_action.json", "Relation/swig_action.json"], "source='vg' is complete"), ("attribute", ["Attribute/vaw/color.json"], "source='vg' is complete"),
-                                               ("object", ["Object/Location/swig_location/swig_agent/swig_agent_center.json", "Object/Size/vg_size/vg_subj_small.json"], "data status")])
+@pytest.mark.parametrize(
+    "part, lost, whole",
+    [
+        (
+            "relation",
+            ["Relation/hake_action.json", "Relation/swig_action.json"],
+            "source='vg' is complete",
+        ),
+        ("attribute", ["Attribute/vaw/color.json"], "source='vg' is complete"),
+        (
+            "object",
+            [
+                "Object/Location/swig_location/swig_agent/swig_agent_center.json",
+                "Object/Size/vg_size/vg_subj_small.json",
+            ],
+            "data status",
+        ),
+    ],
+)
 def test_vl_checklist_names_what_is_missing(part, lost, whole):
-    with pytest.raises(CompvlError) as e: load(f"vl-checklist-{part}")
+    with pytest.raises(CompvlError) as e:
+        load(f"vl-checklist-{part}")
     assert all(f in str(e.value) for f in (*lost, whole)) and "vg/spatial" not in str(e.value)
+
 
 @real("winoground")
 def test_winoground_ids_are_those_without_a_tag():
-    tags = json.loads((REAL/"winoground/new_tag_assignments.json").read_text())
-    assert sources.compositional_ids() == {int(k) for k, v in tags.items() if not v} and len(sources.compositional_ids()) == 172
+    tags = json.loads((REAL / "winoground/new_tag_assignments.json").read_text())
+    assert (
+        compositional_ids() == {int(k) for k, v in tags.items() if not v}
+        and len(compositional_ids()) == 172
+    )
+
 
 @real("valse")
 def test_declared_sizes_and_checksums_are_those_of_the_released_files():
-    rows = status(REAL, ["sugarcrepe", "valse", "comvg", "hard-positives"], verify=True).set_index("name")
+    rows = status(REAL, ["sugarcrepe", "valse", "comvg", "hard-positives"], verify=True).set_index(
+        "name"
+    )
     assert (rows.state == "present").all(), rows.problem.to_dict()
     vl = status(REAL, ["vl-checklist"], verify=True).iloc[0]
     assert (vl.state, vl.found, vl.needed) == ("incomplete", 7, 56)
 
+
 # --- ARO's reorderings, against its code ---
+
 
 class TextShuffler:
     "The four functions of ARO's dataset_zoo/perturbations.py (MIT), with its taggers replaced by toy ones."
-    def __init__(self, tag, words): self.tag, self.words = tag, words
+
+    def __init__(self, tag, words):
+        self.tag, self.words = tag, words
+
     def nouns_and_adj(self, ex):
-        doc = self.tag(ex); text = np.array([t for t, _ in doc])
+        doc = self.tag(ex)
+        text = np.array([t for t, _ in doc])
         noun_idx = [i for i, (_, t) in enumerate(doc) if t in ["NN", "NNS", "NNP", "NNPS"]]
         adjective_idx = [i for i, (_, t) in enumerate(doc) if t in ["JJ", "JJR", "JJS"]]
         text[noun_idx] = np.random.permutation(text[noun_idx])
         text[adjective_idx] = np.random.permutation(text[adjective_idx])
         return " ".join(text)
+
     def allbut_nouns_and_adj(self, ex):
-        doc = self.tag(ex); text = np.array([t for t, _ in doc])
-        else_idx = np.ones(text.shape[0]); else_idx[[i for i, (_, t) in enumerate(doc) if t in ["NN", "NNS", "NNP", "NNPS", "JJ", "JJR", "JJS"]]] = 0
+        doc = self.tag(ex)
+        text = np.array([t for t, _ in doc])
+        else_idx = np.ones(text.shape[0])
+        else_idx[
+            [
+                i
+                for i, (_, t) in enumerate(doc)
+                if t in ["NN", "NNS", "NNP", "NNPS", "JJ", "JJR", "JJS"]
+            ]
+        ] = 0
         else_idx = else_idx.astype(bool)
         text[else_idx] = np.random.permutation(text[else_idx])
         return " ".join(text)
+
     def trigrams(self, sentence):
         trigrams, trigram = [], []
         for i in range(len(sentence)):
             trigram.append(sentence[i])
-            if i % 3 == 2: trigrams.append(trigram[:]); trigram = []
+            if i % 3 == 2:
+                trigrams.append(trigram[:])
+                trigram = []
         return trigrams + [trigram] if trigram else trigrams
+
     def within_trigrams(self, ex):
         trigrams = self.trigrams(self.words(ex))
-        for t in trigrams: random.shuffle(t)
-        return " ".join(" ".join(t) for t in trigrams)
-    def across_trigrams(self, ex):
-        trigrams = self.trigrams(self.words(ex)); random.shuffle(trigrams)
+        for t in trigrams:
+            random.shuffle(t)
         return " ".join(" ".join(t) for t in trigrams)
 
-WORDS = dict(dog="NN", dogs="NNS", Paris="NNP", mat="NN", boy="NN", red="JJ", wet="JJ", bigger="JJR", best="JJS")
-def toy_words(text): return re.findall(r"\w+|[^\w\s]", text)
-def toy_tag(text): return [(w, WORDS.get(w, "IN")) for w in toy_words(text)]
+    def across_trigrams(self, ex):
+        trigrams = self.trigrams(self.words(ex))
+        random.shuffle(trigrams)
+        return " ".join(" ".join(t) for t in trigrams)
+
+
+WORDS = dict(
+    dog="NN",
+    dogs="NNS",
+    Paris="NNP",
+    mat="NN",
+    boy="NN",
+    red="JJ",
+    wet="JJ",
+    bigger="JJR",
+    best="JJS",
+)
+
+
+def toy_words(text):
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+def toy_tag(text):
+    return [(w, WORDS.get(w, "IN")) for w in toy_words(text)]
+
 
 @pytest.mark.parametrize("seed", [1, 7])
 def test_reorderings_are_those_of_the_authors_code(seed):
     rng = random.Random(0)
-    captions = [" ".join(rng.choices([*WORDS, "a", "the", "on", "sits", "near", ","], k=rng.randrange(1, 14))) + "." for _ in range(200)]
-    random.seed(seed); np.random.seed(seed)
+    captions = [
+        " ".join(
+            rng.choices([*WORDS, "a", "the", "on", "sits", "near", ","], k=rng.randrange(1, 14))
+        )
+        + "."
+        for _ in range(200)
+    ]
+    random.seed(seed)
+    np.random.seed(seed)
     theirs = TextShuffler(toy_tag, toy_words)
-    expected = [tuple(f(c) for f in (theirs.nouns_and_adj, theirs.allbut_nouns_and_adj, theirs.within_trigrams, theirs.across_trigrams)) for c in captions]
-    assert sources.shuffle_captions(captions, lambda texts: map(toy_tag, texts), toy_words, seed) == expected
+    expected = [
+        tuple(
+            f(c)
+            for f in (
+                theirs.nouns_and_adj,
+                theirs.allbut_nouns_and_adj,
+                theirs.within_trigrams,
+                theirs.across_trigrams,
+            )
+        )
+        for c in captions
+    ]
+    assert (
+        order.shuffle_captions(captions, lambda texts: map(toy_tag, texts), toy_words, seed)
+        == expected
+    )
 
-def captions_of(n): return [f"A red dog sits on a wet mat near boy {i}." for i in range(n)]
+
+def captions_of(n):
+    return [f"A red dog sits on a wet mat near boy {i}." for i in range(n)]
+
 
 def test_coco_order_from_either_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "spacy_tagger", lambda texts: map(toy_tag, texts)); monkeypatch.setattr(sources, "nltk_words", toy_words)
-    write_json(tmp_path/"aro/coco_karpathy_test.json", [dict(image=f"val2014/{i}.jpg", caption=captions_of(5)) for i in range(2)])
-    write_json(tmp_path/"karpathy/dataset_coco.json", dict(images=[dict(filepath="val2014", filename=f"{i}.jpg", split="test", sentences=[dict(raw=c) for c in captions_of(5)]) for i in range(2)]))
-    aro, karpathy = load("aro-coco-order", tmp_path).items, load("aro-coco-order", tmp_path, source="karpathy").items
-    assert aro == karpathy == load("aro-coco-order", tmp_path).items and len(aro) == 10 and all(len(i.foils) == 4 for i in aro) and aro[0].caption == "a red dog sits on a wet mat near boy 0"
-    (tmp_path/"aro/coco_karpathy_test.json").unlink()
-    assert load("aro-coco-order", tmp_path).items == karpathy and len(load("coco-retrieval", tmp_path).items) == 2
+    monkeypatch.setattr(retrieval, "spacy_tagger", lambda texts: map(toy_tag, texts))
+    monkeypatch.setattr(retrieval, "nltk_words", toy_words)
+    write_json(
+        tmp_path / "aro/coco_karpathy_test.json",
+        [dict(image=f"val2014/{i}.jpg", caption=captions_of(5)) for i in range(2)],
+    )
+    write_json(
+        tmp_path / "karpathy/dataset_coco.json",
+        dict(
+            images=[
+                dict(
+                    filepath="val2014",
+                    filename=f"{i}.jpg",
+                    split="test",
+                    sentences=[dict(raw=c) for c in captions_of(5)],
+                )
+                for i in range(2)
+            ]
+        ),
+    )
+    aro, karpathy = (
+        load("aro-coco-order", tmp_path).items,
+        load("aro-coco-order", tmp_path, source="karpathy").items,
+    )
+    assert (
+        aro == karpathy == load("aro-coco-order", tmp_path).items
+        and len(aro) == 10
+        and all(len(i.foils) == 4 for i in aro)
+        and aro[0].caption == "a red dog sits on a wet mat near boy 0"
+    )
+    (tmp_path / "aro/coco_karpathy_test.json").unlink()
+    assert (
+        load("aro-coco-order", tmp_path).items == karpathy
+        and len(load("coco-retrieval", tmp_path).items) == 2
+    )
+
 
 def test_order_says_which_tool_is_missing(tmp_path, monkeypatch):
-    write_json(tmp_path/"aro/flickr30k_test.json", [dict(image="flickr30k-images/1.jpg", caption=captions_of(5))])
-    def absent(name, *args): raise OSError(f"[E050] Can't find model '{name}'")
-    monkeypatch.setitem(sys.modules, "spacy", types.SimpleNamespace(load=lambda *a, **k: absent("en_core_web_sm")))
-    with pytest.raises(CompvlError, match="spacy download en_core_web_sm"): load("aro-flickr30k-order", tmp_path)
-    monkeypatch.setattr(sources, "spacy_tagger", lambda texts: map(toy_tag, texts))
-    def word_tokenize(text): raise LookupError("Resource punkt_tab not found.")
+    write_json(
+        tmp_path / "aro/flickr30k_test.json",
+        [dict(image="flickr30k-images/1.jpg", caption=captions_of(5))],
+    )
+
+    def absent(name, *args):
+        raise OSError(f"[E050] Can't find model '{name}'")
+
+    monkeypatch.setitem(
+        sys.modules, "spacy", types.SimpleNamespace(load=lambda *a, **k: absent("en_core_web_sm"))
+    )
+    with pytest.raises(CompvlError, match="spacy download en_core_web_sm"):
+        load("aro-flickr30k-order", tmp_path)
+    monkeypatch.setattr(retrieval, "spacy_tagger", lambda texts: map(toy_tag, texts))
+
+    def word_tokenize(text):
+        raise LookupError("Resource punkt_tab not found.")
+
     monkeypatch.setitem(sys.modules, "nltk", types.SimpleNamespace(word_tokenize=word_tokenize))
-    with pytest.raises(CompvlError, match="nltk.downloader punkt_tab"): load("aro-flickr30k-order", tmp_path)
+    with pytest.raises(CompvlError, match="nltk.downloader punkt_tab"):
+        load("aro-flickr30k-order", tmp_path)
     monkeypatch.setitem(sys.modules, "nltk", None)
-    with pytest.raises(CompvlError, match=r"compvl\[text\]"): load("aro-flickr30k-order", tmp_path)
+    with pytest.raises(CompvlError, match=r"compvl\[text\]"):
+        load("aro-flickr30k-order", tmp_path)
+
 
 # --- data sets packed into few files ---
 
+
 def test_cifar_pictures_are_read_lazily_and_known_by_the_file(tmp_path, monkeypatch):
     import torchvision.datasets as tv
-    folder = tmp_path/"torchvision/cifar-10-batches-py"; folder.mkdir(parents=True)
-    pixels = np.arange(3*3072, dtype=np.int64).reshape(3, 3072).astype(np.uint8)
-    (folder/"test_batch").write_bytes(pickle.dumps(dict(data=pixels, labels=[3, 0, 9])))
-    (folder/"batches.meta").write_bytes(pickle.dumps(dict(label_names="airplane automobile bird cat deer dog frog horse ship truck".split())))
-    with pytest.raises(CompvlError, match="CIFAR10.*incomplete or damaged"): load("cifar10", tmp_path)     # not the published MD5: never unpickled
-    monkeypatch.setattr(tv.CIFAR10, "_check_integrity", lambda self: True); monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *a: True)
+
+    folder = tmp_path / "torchvision/cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    pixels = np.arange(3 * 3072, dtype=np.int64).reshape(3, 3072).astype(np.uint8)
+    (folder / "test_batch").write_bytes(pickle.dumps(dict(data=pixels, labels=[3, 0, 9])))
+    (folder / "batches.meta").write_bytes(
+        pickle.dumps(
+            dict(label_names="airplane automobile bird cat deer dog frog horse ship truck".split())
+        )
+    )
+    with pytest.raises(CompvlError, match="CIFAR10.*incomplete or damaged"):
+        load("cifar10", tmp_path)  # not the published MD5: never unpickled
+    monkeypatch.setattr(tv.CIFAR10, "_check_integrity", lambda self: True)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *a: True)
     l = load("cifar10", tmp_path)
-    assert [i.label for i in l.items] == [3, 0, 9] and l.classes[3] == "cat" and len(l.templates) == 18 and len({image_key(i.image) for i in l.items}) == 3
-    assert (np.asarray(open_image(l.items[1].image)) == pixels[1].reshape(3, 32, 32).transpose(1, 2, 0)).all()
-    before = image_key(l.items[0].image); assert before == image_key(load("cifar10", tmp_path).items[0].image)
-    os.utime(folder/"test_batch", ns=(1, 1)); assert image_key(load("cifar10", tmp_path).items[0].image) != before
-    assert pickle.loads(pickle.dumps(l.items[1])).image.read(1).size == (32, 32)     # worker processes
-    (folder/"test_batch").write_bytes(pickle.dumps(dict(data=pixels, labels=[3, 0, 10])))
-    with pytest.raises(CompvlError, match="label 10"): load("cifar10", tmp_path)
-    (folder/"test_batch").write_bytes(b"cut")
-    with pytest.raises(CompvlError, match="damaged"): load("cifar10", tmp_path)
+    assert (
+        [i.label for i in l.items] == [3, 0, 9]
+        and l.classes[3] == "cat"
+        and len(l.templates) == 18
+        and len({image_key(i.image) for i in l.items}) == 3
+    )
+    assert (
+        np.asarray(open_image(l.items[1].image)) == pixels[1].reshape(3, 32, 32).transpose(1, 2, 0)
+    ).all()
+    before = image_key(l.items[0].image)
+    assert before == image_key(load("cifar10", tmp_path).items[0].image)
+    os.utime(folder / "test_batch", ns=(1, 1))
+    assert image_key(load("cifar10", tmp_path).items[0].image) != before
+    assert pickle.loads(pickle.dumps(l.items[1])).image.read(1).size == (32, 32)  # worker processes
+    (folder / "test_batch").write_bytes(pickle.dumps(dict(data=pixels, labels=[3, 0, 10])))
+    with pytest.raises(CompvlError, match="label 10"):
+        load("cifar10", tmp_path)
+    (folder / "test_batch").write_bytes(b"cut")
+    with pytest.raises(CompvlError, match="damaged"):
+        load("cifar10", tmp_path)
+
 
 def test_svhn_flowers_and_pcam(tmp_path, monkeypatch):
     import torchvision.datasets as tv
     from scipy.io import savemat
-    root = tmp_path/"torchvision"; (root/"flowers-102/jpg").mkdir(parents=True); (root/"pcam").mkdir()
-    monkeypatch.setattr(tv.SVHN, "_check_integrity", lambda self: True); monkeypatch.setattr(tv.Flowers102, "_check_integrity", lambda self: True)
-    X = np.zeros((32, 32, 3, 2), np.uint8); X[..., 1] = 200
-    savemat(root/"test_32x32.mat", dict(X=X, y=np.array([[10], [4]])))
+
+    root = tmp_path / "torchvision"
+    (root / "flowers-102/jpg").mkdir(parents=True)
+    (root / "pcam").mkdir()
+    monkeypatch.setattr(tv.SVHN, "_check_integrity", lambda self: True)
+    monkeypatch.setattr(tv.Flowers102, "_check_integrity", lambda self: True)
+    X = np.zeros((32, 32, 3, 2), np.uint8)
+    X[..., 1] = 200
+    savemat(root / "test_32x32.mat", dict(X=X, y=np.array([[10], [4]])))
     l = load("vtab-svhn", tmp_path)
-    assert [l.classes[i.label] for i in l.items] == ["zero", "four"] and open_image(l.items[1].image).getpixel((0, 0)) == (200,)*3
-    savemat(root/"flowers-102/setid.mat", dict(tstid=[3, 2], trnid=[1, 1], valid=[1, 1])); savemat(root/"flowers-102/imagelabels.mat", dict(labels=[1, 102, 5]))
+    assert [l.classes[i.label] for i in l.items] == ["zero", "four"] and open_image(
+        l.items[1].image
+    ).getpixel((0, 0)) == (200,) * 3
+    savemat(root / "flowers-102/setid.mat", dict(tstid=[3, 2], trnid=[1, 1], valid=[1, 1]))
+    savemat(root / "flowers-102/imagelabels.mat", dict(labels=[1, 102, 5]))
     l = load("vtab-flowers", tmp_path)
-    assert [(i.image, l.classes[i.label]) for i in l.items] == [("torchvision/flowers-102/jpg/image_00002.jpg", "blackberry lily"), ("torchvision/flowers-102/jpg/image_00003.jpg", "english marigold")]
-    class File(dict):     # h5py's, over NumPy's format
-        def __init__(self, path): super().__init__(np.load(open(path, "rb")))
-        def __enter__(self): return self
-        def __exit__(self, *e): pass
-    for part, array in dict(x=X.transpose(3, 0, 1, 2), y=np.array([0, 1]).reshape(2, 1, 1, 1)).items():
-        with open(root/f"pcam/camelyonpatch_level_2_split_test_{part}.h5", "wb") as f: np.savez(f, **{part: array})
+    assert [(i.image, l.classes[i.label]) for i in l.items] == [
+        ("torchvision/flowers-102/jpg/image_00002.jpg", "blackberry lily"),
+        ("torchvision/flowers-102/jpg/image_00003.jpg", "english marigold"),
+    ]
+
+    class File(dict):  # h5py's, over NumPy's format
+        def __init__(self, path):
+            super().__init__(np.load(open(path, "rb")))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *e):
+            pass
+
+    for part, array in dict(
+        x=X.transpose(3, 0, 1, 2), y=np.array([0, 1]).reshape(2, 1, 1, 1)
+    ).items():
+        with open(root / f"pcam/camelyonpatch_level_2_split_test_{part}.h5", "wb") as f:
+            np.savez(f, **{part: array})
     monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(CompvlError, match="pip install h5py"): load("vtab-pcam", tmp_path)
+    with pytest.raises(CompvlError, match="pip install h5py"):
+        load("vtab-pcam", tmp_path)
     monkeypatch.setitem(sys.modules, "h5py", types.SimpleNamespace(File=File))
     l = load("vtab-pcam", tmp_path)
-    assert [i.label for i in l.items] == [0, 1] and "tumor" in l.classes[1] and open_image(l.items[1].image).getpixel((0, 0)) == (200,)*3
+    assert (
+        [i.label for i in l.items] == [0, 1]
+        and "tumor" in l.classes[1]
+        and open_image(l.items[1].image).getpixel((0, 0)) == (200,) * 3
+    )
+
 
 # --- damaged files ---
 
-@pytest.mark.parametrize("name, path, content, where", [
-    ("sugarcrepe-add-obj", "sugarcrepe/add_obj.json", '{"0": {"filename": 3}}', "add_obj.json, item 0"), ("sugarcrepe-add-obj", "sugarcrepe/add_obj.json", '{"0": ', "add_obj.json:1"),
-    ("sugarcrepe-pp-swap-obj", "sugarcrepe_pp/swap_obj.json", '[{"filename": "a.jpg", "caption": "a", "negative_caption": "b"}]', "swap_obj.json, item 0: no text under 'caption2'"),
-    ("aro-relation", "aro/visual_genome_relation.json", '[1]', "visual_genome_relation.json, item 0"),
-    ("valse-relations", "valse/relations.json", '{"r": {"mturk": {"caption": "3"}}}', "relations.json, item r"), ("valse-relations", "valse/relations.json", '[]', "relations.json holds a list"),
-    ("svo-probes", "svo_probes/svo_probes.csv", "sentence\nA dog.", "svo_probes.csv:1 has no column pos_image_id"),
-    ("comvg", "comvg/ComVG.csv", "id,sentence,neg_triplet,pos_image_id,neg_image_id,neg_value\n1,a,\"('x', 'y', 'z')\",1,2,colour", "ComVG.csv:2: neg_value"),
-    ("comvg", "comvg/ComVG.csv", "id,sentence,neg_triplet,pos_image_id,neg_image_id,neg_value\n1,a,\"__import__('os')\",1,2,verb", "ComVG.csv:2: neg_triplet"),
-    ("winoground", "winoground/examples.jsonl", '{"id": 0}\n', "examples.jsonl, item 0"), ("winoground", "winoground/examples.jsonl", '{"id": \n', "examples.jsonl:1"),
-    ("coco-retrieval", "karpathy/dataset_coco.json", '{"images": [{"split": "test", "filename": "a.jpg"}]}', "dataset_coco.json, item 0"),
-    ("coco-retrieval", "karpathy/dataset_coco.json", '{"images": []}', "dataset_coco.json has no image"), ("aro-coco-order", "aro/coco_karpathy_test.json", '[{"image": "a.jpg"}]', "coco_karpathy_test.json, item 0"),
-    ("stsb", "stsb/sts-test.csv", "a\tb\tc\td\tx\tA\tB\n", "sts-test.csv:1: the score"), ("stsb", "stsb/sts-test.csv", "a\tb\tc\td\tnan\tA\tB\n", "sts-test.csv:1: the score"),
-    ("sickr", "sickr/SICK.txt", "pair_ID\tsentence_A\n", "SICK.txt:1 has no column sentence_B"), ("sickr", "sickr/SICK.txt", "", "SICK.txt:1 has no column")])
+
+@pytest.mark.parametrize(
+    "name, path, content, where",
+    [
+        (
+            "sugarcrepe-add-obj",
+            "sugarcrepe/add_obj.json",
+            '{"0": {"filename": 3}}',
+            "add_obj.json, item 0",
+        ),
+        ("sugarcrepe-add-obj", "sugarcrepe/add_obj.json", '{"0": ', "add_obj.json:1"),
+        (
+            "sugarcrepe-pp-swap-obj",
+            "sugarcrepe_pp/swap_obj.json",
+            '[{"filename": "a.jpg", "caption": "a", "negative_caption": "b"}]',
+            "swap_obj.json, item 0: no text under 'caption2'",
+        ),
+        (
+            "aro-relation",
+            "aro/visual_genome_relation.json",
+            "[1]",
+            "visual_genome_relation.json, item 0",
+        ),
+        (
+            "valse-relations",
+            "valse/relations.json",
+            '{"r": {"mturk": {"caption": "3"}}}',
+            "relations.json, item r",
+        ),
+        ("valse-relations", "valse/relations.json", "[]", "relations.json holds a list"),
+        (
+            "svo-probes",
+            "svo_probes/svo_probes.csv",
+            "sentence\nA dog.",
+            "svo_probes.csv:1 has no column pos_image_id",
+        ),
+        (
+            "comvg",
+            "comvg/ComVG.csv",
+            "id,sentence,neg_triplet,pos_image_id,neg_image_id,neg_value\n1,a,\"('x', 'y', 'z')\",1,2,colour",
+            "ComVG.csv:2: neg_value",
+        ),
+        (
+            "comvg",
+            "comvg/ComVG.csv",
+            "id,sentence,neg_triplet,pos_image_id,neg_image_id,neg_value\n1,a,\"__import__('os')\",1,2,verb",
+            "ComVG.csv:2: neg_triplet",
+        ),
+        ("winoground", "winoground/examples.jsonl", '{"id": 0}\n', "examples.jsonl, item 0"),
+        ("winoground", "winoground/examples.jsonl", '{"id": \n', "examples.jsonl:1"),
+        (
+            "coco-retrieval",
+            "karpathy/dataset_coco.json",
+            '{"images": [{"split": "test", "filename": "a.jpg"}]}',
+            "dataset_coco.json, item 0",
+        ),
+        (
+            "coco-retrieval",
+            "karpathy/dataset_coco.json",
+            '{"images": []}',
+            "dataset_coco.json has no image",
+        ),
+        (
+            "aro-coco-order",
+            "aro/coco_karpathy_test.json",
+            '[{"image": "a.jpg"}]',
+            "coco_karpathy_test.json, item 0",
+        ),
+        ("stsb", "stsb/sts-test.csv", "a\tb\tc\td\tx\tA\tB\n", "sts-test.csv:1: the score"),
+        ("stsb", "stsb/sts-test.csv", "a\tb\tc\td\tnan\tA\tB\n", "sts-test.csv:1: the score"),
+        ("sickr", "sickr/SICK.txt", "pair_ID\tsentence_A\n", "SICK.txt:1 has no column sentence_B"),
+        ("sickr", "sickr/SICK.txt", "", "SICK.txt:1 has no column"),
+    ],
+)
 def test_damaged_files_are_named(tmp_path, name, path, content, where):
-    (tmp_path/path).parent.mkdir(parents=True); (tmp_path/path).write_text(content, encoding="utf-8")
-    with pytest.raises(CompvlError) as e: load(name, tmp_path)
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(content, encoding="utf-8")
+    with pytest.raises(CompvlError) as e:
+        load(name, tmp_path)
     assert where in str(e.value)
 
-def test_a_damaged_vl_checklist_file_is_named(tmp_path):
-    for files in sources.VL_CHECKLIST["attribute"]["vg"].values(): write_json(tmp_path/"vl_checklist"/files[0], [])
-    write_json(tmp_path/"vl_checklist/Attribute/vg/color.json", [["a.jpg", {"POS": [""], "NEG": ["b"]}]])
-    with pytest.raises(CompvlError, match="color.json, item 0"): load("vl-checklist-attribute", tmp_path, source="vg")
 
-@pytest.mark.parametrize("name, image, place", [
-    ("sugarcrepe-swap-obj", "1.jpg", "coco/val2017/1.jpg"), ("sugarcrepe-pp-swap-obj", "1.jpg", "coco/val2017/1.jpg"), ("aro-relation", "7.jpg", "aro/images/7.jpg"), ("aro-attribution", "7.jpg", "visual_genome/VG_100K_2/7.jpg"),
-    ("aro-coco-order", "val2014/a.jpg", "coco/val2014/a.jpg"), ("aro-flickr30k-order", "flickr30k-images/1.jpg", "flickr30k/flickr30k-images/1.jpg"), ("coco-retrieval", "val2014/a.jpg", "coco/val2014/a.jpg"),
-    ("flickr30k-retrieval", "1.jpg", "flickr30k/flickr30k-images/1.jpg"), ("vl-checklist-relation", "VG_100K/1.jpg", "visual_genome/VG_100K/1.jpg"), ("vl-checklist-attribute", "VG_100K_2/1.jpg", "visual_genome/VG_100K_2/1.jpg"),
-    ("vl-checklist-relation", "biking_1.jpg", "swig/images_512/biking_1.jpg"), ("vl-checklist-object", "hcvrd/1.jpg", "hake/hcvrd/1.jpg"), ("valse-existence", "v7w_1.jpg", "visual7w/images/v7w_1.jpg"),
-    ("valse-plurals", "1.jpg", "coco/val2017/1.jpg"), ("valse-actant-swap", "biking_1.jpg", "swig/images_512/biking_1.jpg"), ("valse-coreference-standard", "COCO_val2014_1.jpg", "coco/val2014/COCO_val2014_1.jpg"),
-    ("valse-coreference-hard", "V.jpg", "visdial/VisualDialog_val2018/V.jpg"), ("valse-foil-it", "COCO_val2014_1.jpg", "coco/val2014/COCO_val2014_1.jpg"), ("svo-probes", "1.jpg", "svo_probes/images/1.jpg"),
-    ("comvg", "1.jpg", "visual_genome/VG_100K/1.jpg"), ("winoground", "ex_0_img_0.png", "winoground/images/ex_0_img_0.png"), ("imagenet", "imagenet/val/n0/a.JPEG", "imagenet/val/n0/a.JPEG")])
+def test_a_damaged_vl_checklist_file_is_named(tmp_path):
+    for files in VL_CHECKLIST["attribute"]["vg"].values():
+        write_json(tmp_path / "vl_checklist" / files[0], [])
+    write_json(
+        tmp_path / "vl_checklist/Attribute/vg/color.json", [["a.jpg", {"POS": [""], "NEG": ["b"]}]]
+    )
+    with pytest.raises(CompvlError, match="color.json, item 0"):
+        load("vl-checklist-attribute", tmp_path, source="vg")
+
+
+@pytest.mark.parametrize(
+    "name, image, place",
+    [
+        ("sugarcrepe-swap-obj", "1.jpg", "coco/val2017/1.jpg"),
+        ("sugarcrepe-pp-swap-obj", "1.jpg", "coco/val2017/1.jpg"),
+        ("aro-relation", "7.jpg", "aro/images/7.jpg"),
+        ("aro-attribution", "7.jpg", "visual_genome/VG_100K_2/7.jpg"),
+        ("aro-coco-order", "val2014/a.jpg", "coco/val2014/a.jpg"),
+        ("aro-flickr30k-order", "flickr30k-images/1.jpg", "flickr30k/flickr30k-images/1.jpg"),
+        ("coco-retrieval", "val2014/a.jpg", "coco/val2014/a.jpg"),
+        ("flickr30k-retrieval", "1.jpg", "flickr30k/flickr30k-images/1.jpg"),
+        ("vl-checklist-relation", "VG_100K/1.jpg", "visual_genome/VG_100K/1.jpg"),
+        ("vl-checklist-attribute", "VG_100K_2/1.jpg", "visual_genome/VG_100K_2/1.jpg"),
+        ("vl-checklist-relation", "biking_1.jpg", "swig/images_512/biking_1.jpg"),
+        ("vl-checklist-object", "hcvrd/1.jpg", "hake/hcvrd/1.jpg"),
+        ("valse-existence", "v7w_1.jpg", "visual7w/images/v7w_1.jpg"),
+        ("valse-plurals", "1.jpg", "coco/val2017/1.jpg"),
+        ("valse-actant-swap", "biking_1.jpg", "swig/images_512/biking_1.jpg"),
+        ("valse-coreference-standard", "COCO_val2014_1.jpg", "coco/val2014/COCO_val2014_1.jpg"),
+        ("valse-coreference-hard", "V.jpg", "visdial/VisualDialog_val2018/V.jpg"),
+        ("valse-foil-it", "COCO_val2014_1.jpg", "coco/val2014/COCO_val2014_1.jpg"),
+        ("svo-probes", "1.jpg", "svo_probes/images/1.jpg"),
+        ("comvg", "1.jpg", "visual_genome/VG_100K/1.jpg"),
+        ("winoground", "ex_0_img_0.png", "winoground/images/ex_0_img_0.png"),
+        ("imagenet", "imagenet/val/n0/a.JPEG", "imagenet/val/n0/a.JPEG"),
+    ],
+)
 def test_photographs_are_found_where_their_data_sets_put_them(tmp_path, name, image, place):
-    (tmp_path/place).parent.mkdir(parents=True); (tmp_path/place).touch()
-    assert locate(tmp_path, [Pair("1", image, "a", "b")], REGISTRY[name].places)[0].image == str(tmp_path/place)
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).touch()
+    assert locate(tmp_path, [Pair("1", image, "a", "b")], REGISTRY[name].places)[0].image == str(
+        tmp_path / place
+    )
+
 
 @pytest.mark.parametrize("name", ["svo-probes", "stsb"])
 def test_bytes_that_are_no_text(tmp_path, name):
     path = {"svo-probes": "svo_probes/svo_probes.csv", "stsb": "stsb/sts-test.csv"}[name]
-    (tmp_path/path).parent.mkdir(); (tmp_path/path).write_bytes(b"sentence,\xff\xfe\n")
-    with pytest.raises(CompvlError, match="not UTF-8"): load(name, tmp_path)
+    (tmp_path / path).parent.mkdir()
+    (tmp_path / path).write_bytes(b"sentence,\xff\xfe\n")
+    with pytest.raises(CompvlError, match="not UTF-8"):
+        load(name, tmp_path)
+
 
 @pytest.mark.parametrize("name", sorted(n for n, e in REGISTRY.items() if e.files))
 def test_nothing_under_the_root(tmp_path, name):
-    with pytest.raises(CompvlError, match="compvl data status"): load(name, tmp_path)
+    with pytest.raises(CompvlError, match="compvl data status"):
+        load(name, tmp_path)
     assert not list(tmp_path.iterdir())
+
 
 def test_every_benchmark_names_declared_data_sets():
     lost = {n: d for n, e in REGISTRY.items() if e.files for d in e.datasets if d not in DATASETS}

@@ -1,96 +1,179 @@
 """Training over several processes, killed and resumed: the numbers must not change."""
+
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from compvl.core import CompvlError
-from compvl.data import load_train_data
-from compvl.models import create_model
-from compvl.train import Collate, Towers, TrainConfig, batch_loss, train
+from compvl.data.loading import load_train_data
+from compvl.models.clip import create_model
+from compvl.train.batches import Collate, step_indices
+from compvl.train.config import METHODS, TrainConfig
+from compvl.train.loop import run_name, train
+from compvl.train.run import load_run
+from compvl.train.step import Towers, batch_loss
+from compvl.train.sweep import sweep
+from compvl.train.terms import TERMS
 
-CONFIG = dict(method="hp+hn", pretrained=None, n_train=48, steps=10, batch_size=16, lr=1e-3, warmup=2, checkpoint_every=4, log_every=1)
+CONFIG = dict(
+    method="hp+hn",
+    pretrained=None,
+    n_train=48,
+    steps=10,
+    batch_size=16,
+    lr=1e-3,
+    warmup=2,
+    checkpoint_every=4,
+    log_every=1,
+)
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 SAME = ["step", "lr", "loss", "itc", "hn", "hp", "logit_scale", "with_hn", "with_hp"]
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    n = torch.get_num_threads()
+    """All tests run on one thread."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(n)
+    torch.set_num_threads(threads)
 
 
-def uneven(ds, indices):
-    "A batch whose halves differ in how many hard negatives and hard positives they have."
-    b = ds.batch(indices)
-    b["hard_negative"] = [t if i in (0, 3, 9, 10, 11, 12, 15) else None for i, t in zip(indices, b["hard_negative"])]
-    b["hard_positive"] = [t if i in (8, 9, 14) else None for i, t in zip(indices, b["hard_positive"])]
-    b["image_id"] = ["shared" if i in (2, 9) else str(i) for i in indices]
-    return b
+def uneven(data, indices):
+    """A batch whose halves differ in how many hard negatives and hard positives they have."""
+    items = data.batch(indices)
+    for side, kept in (
+        ("hard_negative", (0, 3, 9, 10, 11, 12, 15)),
+        ("hard_positive", (8, 9, 14)),
+    ):
+        texts = zip(indices, items[side], strict=True)
+        items[side] = [text if i in kept else None for i, text in texts]
+    items["image_id"] = ["shared" if i in (2, 9) else str(i) for i in indices]
+    return items
+
+
+def uneven_batch(model, config, indices):
+    """The collated micro-batch of `uneven` items."""
+    data = load_train_data("microworld", n=16)
+    return Collate(model, config)(uneven(data, indices))
+
+
+def uneven_config(**options):
+    """A resolved config, by default of HP+HN with captions of one image masked."""
+    return TrainConfig(**{"method": "hp+hn", "mask_same_image": True, **options}).resolved()
 
 
 def loss_and_gradients(towers, model, indices, backward, **options):
-    cfg = TrainConfig(**dict(method="hp+hn", mask_same_image=True) | options).resolved()
-    loss, parts = batch_loss(towers, model, Collate(model, cfg)(uneven(load_train_data("microworld", n=16), indices)), cfg)
+    """Loss with its parts, and gradients, of some items of the uneven batch."""
+    config = uneven_config(**options)
+    loss, parts = batch_loss(towers, model, uneven_batch(model, config, indices), config)
     backward(loss)
-    return {k: v.double() for k, v in dict(loss=loss.detach(), **parts).items()}, [p.grad.clone() for p in model.clip.parameters()]
+    values = {"loss": loss.detach(), **parts}
+    gradients = [parameter.grad.clone() for parameter in model.clip.parameters()]
+    return {name: value.double() for name, value in values.items()}, gradients
 
 
-ATTRIBUTION = [dict(method="cae+hn", w_hp=1., attribution=a, attr_margin=.1) for a in ("attention", "gradcam", "perturbation", "gradient")]
-OPTIONS = [dict(w_hn=.5), dict(negatives_in_batch=True), *ATTRIBUTION]
+def as_floats(parts):
+    """Parts of a loss as numbers."""
+    return {name: float(value) for name, value in parts.items()}
+
+
+def largest(gradients):
+    """The largest absolute value in gradients."""
+    return max(float(gradient.abs().max()) for gradient in gradients)
+
+
+def apart(a, b):
+    """The largest absolute difference of tensors in two lists."""
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def weights(model):
+    """The tensors of a model, by name."""
+    return [value for _, value in sorted(model.clip.state_dict().items())]
+
+
+def launch(processes, script, *arguments):
+    """Run a script in several distributed processes; returns the completed launcher."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc_per_node", str(processes), script, os.path.dirname(__file__)]
+    return subprocess.run([*command, *arguments], env=ENV, capture_output=True, text=True)
+
+
+ATTRIBUTION = [
+    dict(method="cae+hn", w_hp=1.0, attribution=attribution, attr_margin=0.1)
+    for attribution in ("attention", "gradcam", "perturbation", "gradient")
+]
+OPTIONS = [dict(w_hn=0.5), dict(negatives_in_batch=True), *ATTRIBUTION]
 
 PROCESSES = """
-import sys, json, torch
+import sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_train import *
 from accelerate import Accelerator
+
 folder = sys.argv[2]
 acc = Accelerator()
 assert acc.num_processes == 2
+items = range(8 * acc.process_index, 8 * acc.process_index + 8)
 for k, options in enumerate(OPTIONS):
     torch.manual_seed(0)
     model = create_model("micro-clip", device=acc.device)
     towers = acc.prepare(Towers(model))
-    parts, grads = loss_and_gradients(towers, model, range(8*acc.process_index, 8*acc.process_index + 8), acc.backward, **options)
-    parts = {n: float(acc.reduce(v.clone(), "sum" if n.startswith("with_") else "mean")) for n, v in parts.items()}
-    if acc.is_main_process: torch.save((parts, grads), f"{folder}/{k}.pt")
+    parts, grads = loss_and_gradients(towers, model, items, acc.backward, **options)
+    parts = {
+        name: float(acc.reduce(value.clone(), "sum" if name.startswith("with_") else "mean"))
+        for name, value in parts.items()
+    }
+    if acc.is_main_process:
+        torch.save((parts, grads), f"{folder}/{k}.pt")
 torch.manual_seed(0)
-train(TrainConfig(**CONFIG | dict(steps=4)), runs=f"{folder}/two", progress=False)
+train(TrainConfig(**{**CONFIG, "steps": 4}), runs=f"{folder}/two", progress=False)
 """
 
 
 def test_two_processes_are_one(tmp_path):
-    (tmp_path/"processes.py").write_text(PROCESSES)
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tmp_path/"processes.py",
-                    os.path.dirname(__file__), tmp_path], env=ENV, check=True)
+    """Losses, gradients and runs of two processes are those of one."""
+    script = tmp_path / "processes.py"
+    script.write_text(PROCESSES)
+    ended = launch(2, script, tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
     for k, options in enumerate(OPTIONS):
         torch.manual_seed(0)
         model = create_model("micro-clip", device="cpu")
-        parts, grads = loss_and_gradients(Towers(model), model, range(16), lambda loss: loss.backward(), **options)
-        theirs, their_grads = torch.load(tmp_path/f"{k}.pt")
-        assert (parts["with_hn"], parts["with_hp"], parts.get("with_attr", 16)) == (7, 3, 16)
-        assert theirs == pytest.approx({n: float(v) for n, v in parts.items()}, abs=1e-5)
-        worst = max(float((a - b).abs().max()) for a, b in zip(grads, their_grads))
-        assert worst < 1e-5 and max(float(g.abs().max()) for g in grads) > 1e-3
-    one = train(TrainConfig(**CONFIG | dict(steps=4)), runs=tmp_path/"one", progress=False)
-    folder, = (tmp_path/"two").iterdir()
-    assert folder.name == one.folder.name     # the number of processes is no part of a run's identity
-    two = train(TrainConfig(**CONFIG | dict(steps=4)), runs=tmp_path/"two", progress=False)
-    assert len(two.metrics) == 4 and (two.metrics[SAME] - one.metrics[SAME]).abs().max().max() < 1e-3
-    assert json.loads((folder/"environment.json").read_text())["processes"] == 2
+        parts, gradients = loss_and_gradients(
+            Towers(model), model, range(16), torch.Tensor.backward, **options
+        )
+        counts = (parts["with_hn"], parts["with_hp"], parts.get("with_attr", 16))
+        assert counts == (7, 3, 16)
+        their_parts, their_gradients = torch.load(tmp_path / f"{k}.pt")
+        assert their_parts == pytest.approx(as_floats(parts), abs=1e-5)
+        assert apart(gradients, their_gradients) < 1e-5
+        assert largest(gradients) > 1e-3
+
+    config = TrainConfig(**{**CONFIG, "steps": 4})
+    one = train(config, runs=tmp_path / "one", progress=False)
+    (folder,) = (tmp_path / "two").iterdir()
+    assert folder.name == one.folder.name  # the number of processes is no part of a run's identity
+    two = train(config, runs=tmp_path / "two", progress=False)
+    assert len(two.metrics) == 4
+    assert (two.metrics[SAME] - one.metrics[SAME]).abs().max().max() < 1e-3
+    assert json.loads((folder / "environment.json").read_text())["processes"] == 2
 
 
 KILL = """
 import json, os, signal, sys
 import torch
 torch.set_num_threads(1)
-from compvl.train import TrainConfig, train
+from compvl.train.config import TrainConfig
+from compvl.train.loop import train
 def die(row):
     if row["step"] == 7: os.kill(os.getpid(), signal.SIGKILL)
 train(TrainConfig(**json.loads(sys.argv[1])), runs=sys.argv[2], progress=False, on_log=die)
@@ -99,47 +182,142 @@ train(TrainConfig(**json.loads(sys.argv[1])), runs=sys.argv[2], progress=False, 
 
 @pytest.mark.parametrize("options", [{}, ATTRIBUTION[2]], ids=["hp+hn", "cae"])
 def test_killed_and_resumed_is_uninterrupted(tmp_path, options):
-    config, same = CONFIG | options, SAME + ["attr", "with_attr"]*bool(options)
-    whole = train(TrainConfig(**config), runs=tmp_path/"whole", progress=False)
-    killed = subprocess.run([sys.executable, "-c", KILL, json.dumps(config), tmp_path/"killed"], env=ENV)
+    """A run that was killed resumes bit for bit."""
+    config = {**CONFIG, **options}
+    same = [*SAME, "attr", "with_attr"] if options else SAME
+    whole = train(TrainConfig(**config), runs=tmp_path / "whole", progress=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILL, json.dumps(config), tmp_path / "killed"], env=ENV
+    )
     assert killed.returncode == -signal.SIGKILL
-    folder, = (tmp_path/"killed").iterdir()
-    assert folder.name == whole.folder.name and (folder/"checkpoint"/"state.pt").exists() and not (folder/"DONE").exists()
-    with open(folder/"metrics.csv", "a") as f: f.write("8,0.00")     # a line that the kill cut short
-    run = train(TrainConfig(**config), runs=tmp_path/"killed", progress=False)
+    (folder,) = (tmp_path / "killed").iterdir()
+    assert folder.name == whole.folder.name
+    assert (folder / "checkpoint" / "state.pt").exists()
+    assert not (folder / "DONE").exists()
+
+    with open(folder / "metrics.csv", "a") as file:
+        file.write("8,0.00")  # a line that the kill cut short
+    run = train(TrainConfig(**config), runs=tmp_path / "killed", progress=False)
     assert run.model.fingerprint() == whole.model.fingerprint()
-    assert run.metrics[same].equals(whole.metrics[same]) and (folder/"DONE").exists() and not (folder/"checkpoint").exists()
+    assert run.metrics[same].equals(whole.metrics[same])
+    assert (folder / "DONE").exists()
+    assert not (folder / "checkpoint").exists()
 
 
 def test_micro_batches(tmp_path):
-    "Two micro-batches are each contrasted within itself; their losses are averaged."
-    cfg = TrainConfig(**CONFIG | dict(steps=2, grad_accum=2, method="clip-ft"))
-    model, data = create_model("micro-clip", device="cpu"), load_train_data("microworld", n=48)
-    from compvl.train import step_indices
-    want = [batch_loss(Towers(model), model, Collate(model, cfg.resolved())(data.batch(i)), cfg.resolved())[0].item() for i in step_indices(0, 48, 16, 0, 2)[1]]
-    run = train(cfg, runs=tmp_path, progress=False, data=data, model=model)
-    assert run.metrics.loss[0] == pytest.approx(sum(want)/2, abs=1e-5) and list(run.metrics.columns) == [c for c in SAME if c not in ("hn", "hp")] + ["samples_per_s"]
+    """Two micro-batches are each contrasted within itself; their losses are averaged."""
+    config = TrainConfig(**{**CONFIG, "steps": 2, "grad_accum": 2, "method": "clip-ft"})
+    resolved = config.resolved()
+    model = create_model("micro-clip", device="cpu")
+    data = load_train_data("microworld", n=48)
+    expected = []
+    for items in step_indices(0, 48, 16, 0, 2)[1]:
+        batch = Collate(model, resolved)(data.batch(items))
+        expected.append(batch_loss(Towers(model), model, batch, resolved)[0].item())
+    run = train(config, runs=tmp_path, progress=False, data=data, model=model)
+    assert run.metrics.loss[0] == pytest.approx(sum(expected) / 2, abs=1e-5)
+    columns = [name for name in SAME if name not in ("hn", "hp")]
+    assert list(run.metrics.columns) == [*columns, "samples_per_s"]
     assert run.model.clip is not model.clip
 
 
 def test_infinite_loss_keeps_the_checkpoint(tmp_path):
-    cfg = TrainConfig(**CONFIG | dict(lr=1e18, warmup=0, checkpoint_every=1, method="clip-ft"))
-    with pytest.raises(CompvlError, match="lower lr.*kept in"): train(cfg, runs=tmp_path, progress=False)
-    folder, = tmp_path.iterdir()
-    saved = torch.load(folder/"checkpoint"/"state.pt", weights_only=True)
-    assert saved["step"] >= 1 and all(v.isfinite().all() for v in saved["model"].values())
-    assert (folder/"metrics.csv").exists() and not (folder/"DONE").exists()
+    """The last checkpoint before a loss that is not finite has finite weights."""
+    options = dict(lr=1e18, warmup=0, checkpoint_every=1, method="clip-ft")
+    config = TrainConfig(**{**CONFIG, **options})
+    with pytest.raises(CompvlError, match="lower lr.*kept in"):
+        train(config, runs=tmp_path, progress=False)
+    (folder,) = tmp_path.iterdir()
+    saved = torch.load(folder / "checkpoint" / "state.pt", weights_only=True)
+    assert saved["step"] >= 1
+    assert all(value.isfinite().all() for value in saved["model"].values())
+    assert (folder / "metrics.csv").exists()
+    assert not (folder / "DONE").exists()
 
 
-def test_mistakes_are_named(tmp_path):
-    for options, says in [(dict(method="hnhp"), "clip-ft.*hp\\+hn"), (dict(steps=3, epochs=1), "not both"), (dict(precision="int8"), "bf16"),
-                          (dict(batch_size=1), "batch_size=1"), (dict(lr=-1.), "lr=-1"),
-                          (dict(method="cae"), "needs an attribution.*gradcam"), (dict(method="cae", attribution="shapley"), "shapley.*gradcam")]:
-        with pytest.raises(CompvlError, match=says): TrainConfig(**options)
-    with pytest.raises(CompvlError, match="does not divide into 3"): train(TrainConfig(**CONFIG | dict(grad_accum=3)), runs=tmp_path, progress=False)
-    with pytest.raises(CompvlError, match="larger than the 48"): train(TrainConfig(**CONFIG | dict(batch_size=64)), runs=tmp_path, progress=False)
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(method="hnhp"), "clip-ft.*hp\\+hn"),
+        (dict(steps=3, epochs=1), "not both"),
+        (dict(precision="int8"), "bf16"),
+        (dict(batch_size=1), "batch_size=1"),
+        (dict(lr=-1.0), "lr=-1"),
+        (dict(method="cae"), "needs an attribution.*gradcam"),
+        (dict(method="cae", attribution="shapley"), "shapley.*gradcam"),
+        (dict(weights={"hinge": 1.0}), "hinge.*itc"),
+        (dict(weights={"hn": 1.0}), "w_hn"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_a_config_are_named(options, says):
+    """A config that cannot be trained is refused when it is made."""
+    with pytest.raises(CompvlError, match=says):
+        TrainConfig(**options)
+
+
+def test_mistakes_are_named_before_training(tmp_path):
+    """What the config, the data or the weights lack is said before there is a run folder."""
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"0" * 100)
+    mistakes = [
+        (dict(grad_accum=3), "does not divide into 3"),
+        (dict(batch_size=64), "larger than the 48"),
+        (dict(pretrained=str(broken)), "broken.safetensors"),
+    ]
     if not torch.cuda.is_available():
-        with pytest.raises(CompvlError, match="fp16 needs a CUDA"): train(TrainConfig(**CONFIG | dict(precision="fp16")), runs=tmp_path, progress=False)
-    (tmp_path/"broken.safetensors").write_bytes(b"0" * 100)
-    with pytest.raises(CompvlError, match="broken.safetensors"): train(TrainConfig(**CONFIG | dict(pretrained=str(tmp_path/"broken.safetensors"))), runs=tmp_path, progress=False)
+        mistakes.append((dict(precision="fp16"), "fp16 needs a CUDA"))
+    for options, says in mistakes:
+        with pytest.raises(CompvlError, match=says):
+            train(TrainConfig(**{**CONFIG, **options}), runs=tmp_path, progress=False)
     assert not list(tmp_path.glob("hp+hn-*"))
+
+
+OWN_TERM = """
+import torch
+from compvl.train import register_method, register_term
+
+@register_term("hinge", needs=("hard_negatives",))
+def hinge(features, config):
+    right = (features.images * features.captions).sum(1)
+    wrong = (features.images * features.hard_negatives).sum(1)
+    return ((wrong - right + 0.2).clamp(min=0) * features.has_hard_negative).mean()
+
+register_method("clip+hinge", hinge=0.5)
+"""
+
+
+def test_a_term_of_a_user(tmp_path, monkeypatch):
+    """A registered term is trained, logged, part of the identity, and the same in chunks and in
+    the processes of a sweep."""
+    (tmp_path / "own_term.py").write_text(OWN_TERM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    # Sums are rounded differently with another number of threads.
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    without = run_name(TrainConfig(**{**CONFIG, "method": "hn"}))
+    importlib.import_module("own_term")
+    try:
+        assert run_name(TrainConfig(**{**CONFIG, "method": "hn"})) == without
+        config = TrainConfig(**{**CONFIG, "steps": 3, "method": "clip+hinge"})
+        run = train(config, runs=tmp_path / "here", progress=False)
+        metrics = run.metrics
+        assert run.folder.name.startswith("clip+hinge-")
+        assert (metrics.hinge > 0).all()
+        assert metrics.loss.to_numpy() == pytest.approx(metrics.itc + 0.5 * metrics.hinge)
+        assert run.config["weights"] == {"hinge": 0.5}
+        heavier = replace(config, weights={"hinge": 1.0})
+        assert run_name(heavier) != run.folder.name
+
+        chunked = train(replace(config, chunk_size=5), runs=tmp_path / "chunks", progress=False)
+        assert chunked.folder.name == run.folder.name
+        assert apart(weights(chunked.model), weights(run.model)) < 1e-3
+        table = sweep([config, heavier], tmp_path / "there", ["cpu"], progress=False)
+        assert list(table.status) == ["done", "done"]
+        assert table.run[0] == run.folder.name
+        assert load_run(tmp_path / "there" / table.run[0], "cpu").model.fingerprint() == (
+            run.model.fingerprint()
+        )
+    finally:
+        TERMS.pop("hinge")
+        METHODS.pop("clip+hinge")
