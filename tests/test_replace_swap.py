@@ -1,13 +1,17 @@
-"""compvl.benchmarks.replace_swap against the real public files: VL-CheckList and the released REPLACE benchmark.
+"""REPLACE and SWAP against the real public files: VL-CheckList and the released REPLACE benchmark.
 
-They are looked for in $COMPVL_REAL, else in ../shared/real beside the checkout; without them these tests are skipped."""
+They are looked for in $COMPVL_REAL, else in ../shared/real beside the checkout; without them
+these tests are skipped.
+"""
 
+import itertools
+import json
 import os
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from compvl.benchmarks.files import read_vl_checklist
@@ -23,181 +27,202 @@ from compvl.images import image_key, open_image
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 COUNTS = {"relations": 16_868, "attributes": 10_575}
+AUDIT = Path(__file__).resolve().parents[1] / "data/results/audit_replace.csv"
+WRONG_ARTICLE = re.compile(
+    r"\b(a (ivory|ebony|emerald|unclouded|upright|ingesting|aged)"
+    r"|an (big|tiny|chestnut|crimson|sapphire|large))\b"
+)
 
 
 def real(*parts):
+    """Return the path of real material; skip the test if it is absent."""
     path = REAL.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"real material not found: {path} (set COMPVL_REAL)")
     return path
 
 
+def without_data_folder(items):
+    """Return items whose image paths do not start with `data/`, as the builder writes them."""
+    return [replace(item, image=item.image.removeprefix("data/")) for item in items]
+
+
+def normalized(text):
+    """Return a text in lower case with single spaces."""
+    return " ".join(text.lower().split())
+
+
 @pytest.fixture(scope="module", params=["relations", "attributes"])
 def both(request):
-    "(target, built from VL-CheckList, read from the released files)"
+    """(target, items built from VL-CheckList, items read from the released files)."""
     target = request.param
-    return (
-        target,
-        build_replace(real("vl_checklist"), target),
-        read_released_replace(real("hard_positives"), target),
-    )
+    built = build_replace(real("vl_checklist"), target)
+    released_items = read_released_replace(real("hard_positives"), target)
+    return target, built, released_items
 
 
 def test_published_reproduces_the_release(both):
-    target, built, released = both
-    assert len(released) == COUNTS[target]
-    found = agreement(built, released)
+    """The built items are the released items, in the released order."""
+    target, built, released_items = both
+    assert len(released_items) == COUNTS[target]
+    found = agreement(built, released_items)
     print(f"\n{target}: {found}")
-    assert found["recovered"] >= 99.9 and found["extra"] <= 0.5 and found["identical"] == 100
-    # stronger than the tolerances: every string, group and id, in the released order
-    assert [replace(t, image=t.image.removeprefix("data/")) for t in released] == built
+    assert found["recovered"] >= 99.9
+    assert found["extra"] <= 0.5
+    assert found["identical"] == 100
+    # Stronger than the tolerances: every string, group and id, in the released order.
+    assert without_data_folder(released_items) == built
 
 
 def test_agreement_sees_damage(both):
-    target, built, released = both
-    assert agreement(built[:-500], released)["recovered"] < 99.9
-    assert agreement(built + built[:500], released)["extra"] > 0.5
-    assert (
-        agreement(
-            [replace(built[0], hard_positive=built[0].hard_positive + " ")] + built[1:], released
-        )["identical"]
-        < 100
-    )
+    """Missing, additional and changed items lower the agreement."""
+    _, built, released_items = both
+    assert agreement(built[:-500], released_items)["recovered"] < 99.9
+    assert agreement(built + built[:500], released_items)["extra"] > 0.5
+    changed = replace(built[0], hard_positive=built[0].hard_positive + " ")
+    assert agreement([changed] + built[1:], released_items)["identical"] < 100
 
 
 def test_released_strings_come_straight_from_the_files(both):
-    "Independent of the builder and the reader: the raw JSON against the items."
-    import json
-
-    target, built, released = both
+    """Independent of the builder and the reader: the raw JSON equals the items."""
+    target, _, released_items = both
     for part, field in (("original", "caption"), ("hard_positive", "hard_positive")):
         raw = json.loads(real("hard_positives", part, f"vl_checklist_{target}.json").read_text())
-        assert [(r["image_path"], r["true_caption"], r["false_caption"]) for r in raw] == [
-            (t.image, getattr(t, field), t.hard_negative) for t in released
+        raw_strings = [
+            (entry["image_path"], entry["true_caption"], entry["false_caption"]) for entry in raw
         ]
+        item_strings = [
+            (item.image, getattr(item, field), item.hard_negative) for item in released_items
+        ]
+        assert raw_strings == item_strings
+
+
+def known_words(items, target):
+    """Return the words of the captions, the words of the substitutions, and the articles."""
+    words = {"a", "an"}
+    for item in items:
+        words.update(word.lower() for word in item.caption.split())
+    for phrases in substitutions(target).values():
+        for phrase in phrases.values():
+            words.update(phrase.split())
+    return words
 
 
 def test_corrected(both):
-    target, built, released = both
-    fixed = correct_replace(built, target)
-    was = {t.id: t for t in built}
-    assert 0.9 * len(built) < len(fixed) < len(built) and len({t.id for t in fixed}) == len(fixed)
-    words = Counter(w.lower() for t in built for w in t.caption.split())
-    known = (
-        set(words)
-        | {w for s in substitutions(target).values() for p in s.values() for w in p.split()}
-        | {"a", "an"}
-    )
-    for t in fixed:
-        assert (
-            t.caption == was[t.id].caption
-            and t.image == was[t.id].image
-            and t.group == was[t.id].group
-        )
-        assert (
-            len(
-                {" ".join(x.lower().split()) for x in (t.caption, t.hard_negative, t.hard_positive)}
-            )
-            == 3
-        ), t
-        assert {w.lower() for w in t.hard_positive.split()} <= known, (
-            t
-        )  # no word that the substitution tore
-        assert drop_reason(t.caption, t.hard_negative, t.hard_positive) is None
-        assert not re.search(
-            r"\b(a (ivory|ebony|emerald|unclouded|upright|ingesting|aged)|an (big|tiny|chestnut|crimson|sapphire|large))\b",
-            t.hard_positive,
-        ), t
-    # both sources give the same, and correcting twice changes nothing
-    assert [
-        replace(t, image=t.image.removeprefix("data/")) for t in correct_replace(released, target)
-    ] == fixed
-    assert correct_replace(fixed, target) == fixed
+    """Corrected items keep caption, image and group; their texts are intact and differ."""
+    target, built, released_items = both
+    corrected = correct_replace(built, target)
+    built_by_id = {item.id: item for item in built}
+    assert 0.9 * len(built) < len(corrected) < len(built)
+    assert len({item.id for item in corrected}) == len(corrected)
+    known = known_words(built, target)
+    for item in corrected:
+        before = built_by_id[item.id]
+        assert item.caption == before.caption
+        assert item.image == before.image
+        assert item.group == before.group
+        texts = (item.caption, item.hard_negative, item.hard_positive)
+        assert len({normalized(text) for text in texts}) == 3, item
+        # No word that the substitution tore.
+        assert {word.lower() for word in item.hard_positive.split()} <= known, item
+        assert drop_reason(*texts) is None
+        assert not WRONG_ARTICLE.search(item.hard_positive), item
+    # Both sources give the same items, and a second correction changes nothing.
+    assert without_data_folder(correct_replace(released_items, target)) == corrected
+    assert correct_replace(corrected, target) == corrected
 
 
 def test_known_damage():
-    relations, attributes = (build_replace(real("vl_checklist"), t) for t in COUNTS)
-    texts = {t.hard_positive for t in attributes}
-    assert {
-        "ivory ivoryboard",
-        "dampsuit ON smiling man",
-        "plant covecrimson in green leaf",
-    } <= texts
-    assert "wout ofdow out of room" in {t.hard_negative for t in relations}
-    fixed = {
-        t.id: t
-        for t in correct_replace(relations, "relations") + correct_replace(attributes, "attributes")
-    }
+    """Known damage of the published texts is there, and the correction fixes or drops it."""
+    relations = build_replace(real("vl_checklist"), "relations")
+    attributes = build_replace(real("vl_checklist"), "attributes")
+    positives = {item.hard_positive for item in attributes}
+    assert "ivory ivoryboard" in positives
+    assert "dampsuit ON smiling man" in positives
+    assert "plant covecrimson in green leaf" in positives
+    assert "wout ofdow out of room" in {item.hard_negative for item in relations}
 
-    def now(**texts):
-        return [
-            fixed.get(t.id)
-            for t in relations + attributes
-            if all(getattr(t, k) == v for k, v in texts.items())
-        ]
+    corrected = {}
+    for item in correct_replace(relations, "relations"):
+        corrected[item.id] = item
+    for item in correct_replace(attributes, "attributes"):
+        corrected[item.id] = item
 
-    assert {t.hard_negative for t in now(hard_negative="wout ofdow out of room")} == {
-        "window out of room"
-    }
-    assert {t.hard_positive for t in now(hard_positive="ivory ivoryboard")} == {"ivory whiteboard"}
-    assert {t.hard_positive for t in now(hard_positive="dampsuit ON smiling man")} == {
-        "wetsuit ON happy man"
-    }
-    assert now(hard_positive="tracks within front of train") and not any(
-        now(hard_positive="tracks within front of train")
-    )
+    def corrected_where(field, text):
+        """Return the corrected items (None: dropped) of all items that have this text."""
+        items = [item for item in relations + attributes if getattr(item, field) == text]
+        return [corrected.get(item.id) for item in items]
+
+    now = corrected_where("hard_negative", "wout ofdow out of room")
+    assert {item.hard_negative for item in now} == {"window out of room"}
+    now = corrected_where("hard_positive", "ivory ivoryboard")
+    assert {item.hard_positive for item in now} == {"ivory whiteboard"}
+    now = corrected_where("hard_positive", "dampsuit ON smiling man")
+    assert {item.hard_positive for item in now} == {"wetsuit ON happy man"}
+    now = corrected_where("hard_positive", "tracks within front of train")
+    assert now
+    assert not any(now)
     torn = re.compile(r"out of\w|\w+out of")
-    assert not [
-        t for t in fixed.values() if torn.search(t.hard_negative) and not torn.search(t.caption)
-    ]
+    for item in corrected.values():
+        assert not torn.search(item.hard_negative) or torn.search(item.caption), item
 
 
 def test_audit_counts(capsys):
+    """The audit counts every item, gives each drop a reason, and equals the committed table."""
     table = audit_replace(real("vl_checklist"))
     with capsys.disabled():
         print("\n" + table.drop(columns=["commit", "fidelities"]).to_string(index=False))
     assert table.groupby("target").n.sum().to_dict() == COUNTS
     totals = table.groupby("kind").n.sum()
-    assert (
-        totals["foil: inside a word"] > 0
-        and totals["positive: inside a word"] > 0
-        and totals["dropped: part of a fixed phrase"] > 0
-    )
-    assert "dropped: tested phrase has no substitution" not in totals  # every drop has a reason
-    committed = Path(__file__).resolve().parents[1] / "data/results/audit_replace.csv"
-    import pandas as pd
-
-    assert committed.exists(), (
+    assert totals["foil: inside a word"] > 0
+    assert totals["positive: inside a word"] > 0
+    assert totals["dropped: part of a fixed phrase"] > 0
+    # Every drop has a reason.
+    assert "dropped: tested phrase has no substitution" not in totals
+    assert AUDIT.exists(), (
         "data/results/audit_replace.csv is missing: save_audit(audit_replace(...)) writes it"
     )
-    assert pd.read_csv(committed).drop(columns="commit").equals(table.drop(columns="commit"))
+    committed = pd.read_csv(AUDIT).drop(columns="commit")
+    assert committed.equals(table.drop(columns="commit"))
 
 
-def test_load_benchmark_real():
-    for target, n in COUNTS.items():
-        b = load_benchmark(f"replace-{target}", real("hard_positives").parent)
-        assert (
-            len(b) == b.published_n == n
-            and b.source == "the released files"
-            and b.coverage < 1
-            and b.missing
-        )
+@pytest.mark.parametrize("target", COUNTS)
+def test_released_benchmark_has_the_published_items(target):
+    """REPLACE from the released files has the published count; some images are missing."""
+    benchmark = load_benchmark(f"replace-{target}", real("hard_positives").parent)
+    assert len(benchmark) == COUNTS[target]
+    assert benchmark.published_n == COUNTS[target]
+    assert benchmark.source == "the released files"
+    assert benchmark.coverage < 1
+    assert benchmark.missing
 
-    def part(seed):
+
+def test_samples_of_the_corrected_benchmark():
+    """A sample has the size requested, depends on the seed, and has no image here."""
+    real("hard_positives")
+
+    def sample(seed):
         return load_benchmark(
             "replace-attributes", REAL, "corrected", source="vl-checklist", n=50, seed=seed
         )
 
-    assert len(part(3)) == 50 and part(3).items != part(4).items
-    assert len(part(3).covered()) == part(3).present == 0
+    third = sample(3)
+    assert len(third) == 50
+    assert third.items != sample(4).items
+    assert len(third.covered()) == 0
+    assert third.present == 0
 
 
 def test_every_vl_checklist_file_reads():
+    """Each of the seven VL-CheckList files on Visual Genome has over 900 entries."""
     files = sorted(real("vl_checklist").glob("*/vg/*.json"))
-    assert len(files) == 7 and all(len(read_vl_checklist(f)) > 900 for f in files)
+    assert len(files) == 7
+    for file in files:
+        assert len(read_vl_checklist(file)) > 900
 
 
 def test_truncated_real_image(tmp_path):
+    """A truncated image raises an error that names it; its key is not that of the whole image."""
     photo = sorted(real("coco128").glob("*.jpg"))[0]
     assert open_image(photo).mode == "RGB"
     cut = tmp_path / "cut.jpg"
@@ -212,10 +237,11 @@ def test_truncated_real_image(tmp_path):
 
 @pytest.mark.parametrize("text", ['[["a.jpg", {"POS": ["x"]', "", "nonsense", "{}", "null"])
 def test_malformed_vl_checklist(tmp_path, text):
-    f = tmp_path / "spatial.json"
-    f.write_text(text)
+    """A file that is not a JSON list raises an error that names the file."""
+    file = tmp_path / "spatial.json"
+    file.write_text(text)
     with pytest.raises(CompvlError, match="spatial.json"):
-        read_vl_checklist(f)
+        read_vl_checklist(file)
 
 
 @pytest.mark.parametrize(
@@ -234,25 +260,24 @@ def test_malformed_vl_checklist(tmp_path, text):
     ],
 )
 def test_damaged_vl_checklist_item(tmp_path, item):
-    f = tmp_path / "spatial.json"
-    write_json(f, [["a.jpg", {"POS": ["x"], "NEG": ["y"]}], item])
+    """A damaged entry raises an error that names the file and the entry and says what to do."""
+    file = tmp_path / "spatial.json"
+    write_json(file, [["a.jpg", {"POS": ["x"], "NEG": ["y"]}], item])
     with pytest.raises(CompvlError, match=r"spatial.json, item 1: .*[Dd]ownload"):
-        read_vl_checklist(f)
+        read_vl_checklist(file)
 
 
-def aro(a1="red", o1="hat", a2="wet", o2="dog", **change):
-    return (
-        dict(
-            image_path="1.jpg",
-            true_caption=f"the {a1} {o1} and the {a2} {o2}",
-            false_caption=f"the {a2} {o1} and the {a1} {o2}",
-            bbox_x=0,
-            bbox_y=0,
-            bbox_w=5,
-            bbox_h=5,
-            attributes=[a1, a2],
-        )
-        | change
+def aro_entry(first="red", first_object="hat", second="wet", second_object="dog"):
+    """Return an entry of ARO's attribution file: two attributes of two objects, exchanged."""
+    return dict(
+        image_path="1.jpg",
+        true_caption=f"the {first} {first_object} and the {second} {second_object}",
+        false_caption=f"the {second} {first_object} and the {first} {second_object}",
+        bbox_x=0,
+        bbox_y=0,
+        bbox_w=5,
+        bbox_h=5,
+        attributes=[first, second],
     )
 
 
@@ -267,42 +292,48 @@ def aro(a1="red", o1="hat", a2="wet", o2="dog", **change):
     ],
 )
 def test_damaged_swap_entry(change):
+    """A damaged entry raises an error that names the source and the entry."""
     with pytest.raises(CompvlError, match="aro.json, item 1"):
-        build_swap([aro(), aro(**change)], source="aro.json")
+        build_swap([aro_entry(), aro_entry() | change], source="aro.json")
+
+
+def meaning(caption):
+    """Return the attribute-object pairs of a caption, such as {"red hat", "wet dog"}."""
+    return frozenset(part.removeprefix("the ") for part in caption.split(" and "))
 
 
 def test_swap_is_false_and_true_where_it_should_be():
-    "Of all pairings of two attributes and two objects, corrected keeps just those where exchanging the attributes changes the meaning."
+    """`corrected` keeps just the pairings where exchanging the attributes changes the meaning."""
+    attributes = ("red", "wet")
+    objects = ("hat", "dog")
+    pairings = itertools.product(attributes, attributes, objects, objects)
     entries = [
-        aro(a1, o1, a2, o2)
-        for a1 in ("red", "wet")
-        for a2 in ("red", "wet")
-        for o1 in ("hat", "dog")
-        for o2 in ("hat", "dog")
+        aro_entry(first, first_object, second, second_object)
+        for first, second, first_object, second_object in pairings
     ]
-    meaning = lambda t: frozenset(c.removeprefix("the ") for c in t.split(" and "))
-    published, corrected = build_swap(entries), build_swap(entries, "corrected")
-    assert len(published) == 16 and all(
-        meaning(t.caption) == meaning(t.hard_positive) for t in published
-    )
-    assert {t.id for t in corrected} == {
-        t.id for t in published if meaning(t.hard_negative) != meaning(t.caption)
-    } and len(corrected) == 4
+    published = build_swap(entries)
+    corrected = build_swap(entries, "corrected")
+    assert len(published) == 16
+    for item in published:
+        assert meaning(item.caption) == meaning(item.hard_positive)
+    changed = [item for item in published if meaning(item.hard_negative) != meaning(item.caption)]
+    assert {item.id for item in corrected} == {item.id for item in changed}
+    assert len(corrected) == 4
     assert audit(published, corrected).n.sum() == 16
 
 
 def test_items_are_values():
-    t = Triplet("1", "a.jpg", "c", "n", "p", "g")
-    assert hash(t) == hash(replace(t)) and t != replace(t, hard_positive="q")
+    """Equal items have equal hashes, and an item cannot be changed."""
+    item = Triplet("1", "a.jpg", "c", "n", "p", "g")
+    assert hash(item) == hash(replace(item))
+    assert item != replace(item, hard_positive="q")
     with pytest.raises(AttributeError):
-        t.caption = "x"
+        item.caption = "x"
 
 
-def released(folder, *changes):
-    "A released REPLACE folder of two items, each file changed by a function."
-    for part, text, change in zip(
-        ("original", "hard_positive"), ("red hat", "crimson hat"), changes
-    ):
+def write_released(folder, change=None):
+    """Write a released REPLACE folder of two items; `change` edits those of the hard positives."""
+    for part, text in (("original", "red hat"), ("hard_positive", "crimson hat")):
         items = [
             dict(
                 image_id=str(i),
@@ -312,31 +343,64 @@ def released(folder, *changes):
             )
             for i in range(2)
         ]
-        change(items)
+        if change is not None and part == "hard_positive":
+            change(items)
         write_json(folder / part / "vl_checklist_attributes.json", items)
     return folder
 
 
-def test_released_alignment(tmp_path):
-    same = lambda items: None
-    assert [
-        t.hard_positive for t in read_released_replace(released(tmp_path, same, same), "attributes")
-    ] == ["crimson hat"] * 2
-    cases = [
-        (lambda x: x[1].update(false_caption="pink hat"), "item 1: false_caption.*do not align"),
-        (
-            lambda x: x[1].update(image_path="data/VG_100K/7.jpg"),
-            "item 1: image_path.*do not align",
-        ),
-        (lambda x: x[1].pop("true_caption"), "item 1: no text under 'true_caption'.*hard positive"),
-        (lambda x: x[0].update(true_caption="red hat"), "item 0.*fixed substitutions"),
-        (lambda x: x.pop(), "must align"),
-    ]
-    for change, message in cases:
-        with pytest.raises(CompvlError, match=message):
-            read_released_replace(released(tmp_path, same, change), "attributes")
-    (tmp_path / "original/vl_checklist_attributes.json").write_text('[{"image_id": "1", ')
-    with pytest.raises(
-        CompvlError, match="original/vl_checklist_attributes.json:1 is not valid JSON"
-    ):
-        read_released_replace(tmp_path, "attributes")
+def test_released_hard_positives_are_read(tmp_path):
+    """The hard positives are the captions of the second file."""
+    items = read_released_replace(write_released(tmp_path), "attributes")
+    assert [item.hard_positive for item in items] == ["crimson hat"] * 2
+
+
+def other_false_caption(items):
+    """Give the second item another false caption."""
+    items[1]["false_caption"] = "pink hat"
+
+
+def other_image(items):
+    """Give the second item another image."""
+    items[1]["image_path"] = "data/VG_100K/7.jpg"
+
+
+def no_true_caption(items):
+    """Remove the true caption of the second item."""
+    del items[1]["true_caption"]
+
+
+def no_substitution(items):
+    """Make the hard positive of the first item equal to its caption."""
+    items[0]["true_caption"] = "red hat"
+
+
+def one_item_less(items):
+    """Remove the last item."""
+    items.pop()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (other_false_caption, "item 1: false_caption.*do not align"),
+        (other_image, "item 1: image_path.*do not align"),
+        (no_true_caption, "item 1: no text under 'true_caption'.*hard positive"),
+        (no_substitution, "item 0.*fixed substitutions"),
+        (one_item_less, "must align"),
+    ],
+)
+def test_released_files_that_do_not_align(tmp_path, change, message):
+    """Two released files that do not belong together raise an error that says where."""
+    folder = write_released(tmp_path, change)
+    with pytest.raises(CompvlError, match=message):
+        read_released_replace(folder, "attributes")
+
+
+def test_damaged_released_file(tmp_path):
+    """A released file that is not valid JSON raises an error with its path and line."""
+    folder = write_released(tmp_path)
+    (folder / "original/vl_checklist_attributes.json").write_text('[{"image_id": "1", ')
+    message = "original/vl_checklist_attributes.json:1 is not valid JSON"
+    with pytest.raises(CompvlError, match=message):
+        read_released_replace(folder, "attributes")

@@ -1,4 +1,8 @@
-"What the notebook of `compvl.benchmarks.composition` cannot show: real released files and their published counts, other people's code as the reference, packed data sets, damaged files."
+"""What the notebook of the composition benchmarks cannot show.
+
+Real released files and their published counts, other people's code as the reference, packed data
+sets, and damaged files.
+"""
 
 import json
 import os
@@ -27,7 +31,23 @@ from compvl.images import image_key, open_image
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 
 
+VALSE_COUNTS = {
+    "existence": 505,
+    "plurals": 851,
+    "counting-hard": 868,
+    "counting-small-quant": 900,
+    "counting-adversarial": 691,
+    "action-replacement": 648,
+    "actant-swap": 949,
+    "relations": 535,
+    "coreference-standard": 708,
+    "coreference-hard": 104,
+    "foil-it": 943,
+}
+
+
 def real(folder):
+    """Return a mark that skips a test where a folder of released files is absent."""
     return pytest.mark.skipif(
         not (REAL / folder).is_dir(),
         reason=f"{REAL / folder} (released files, not part of the project) is absent",
@@ -35,6 +55,7 @@ def real(folder):
 
 
 def load(name, root=REAL, **kwargs):
+    """Read the files of a benchmark."""
     return REGISTRY[name].files(Request(name, root, **kwargs))
 
 
@@ -43,76 +64,60 @@ def load(name, root=REAL, **kwargs):
 
 @real("sugarcrepe")
 def test_sugarcrepe_has_the_published_items():
+    """SugarCrepe has seven subsets with the published counts; the first item is as released."""
     names = [
-        n for n in REGISTRY if n.startswith("sugarcrepe-") and not n.startswith("sugarcrepe-pp-")
+        name
+        for name in REGISTRY
+        if name.startswith("sugarcrepe-") and not name.startswith("sugarcrepe-pp-")
     ]
-    counts = {n: len(load(n).items) for n in names}
-    assert (
-        len(names) == 7
-        and sum(counts.values()) == 7_511
-        and all(REGISTRY[n].published_n == c for n, c in counts.items())
-    )
+    counts = {name: len(load(name).items) for name in names}
+    assert len(names) == 7
+    assert sum(counts.values()) == 7_511
+    for name, count in counts.items():
+        assert REGISTRY[name].published_n == count
     first = load("sugarcrepe-swap-att").items[0]
-    assert (first.image, first.caption, first.foil) == (
-        "000000565045.jpg",
-        "Blue bathroom with two white towels hanging by the shower.",
-        "White bathroom with two blue towels hanging by the shower.",
-    )
+    assert first.image == "000000565045.jpg"
+    assert first.caption == "Blue bathroom with two white towels hanging by the shower."
+    assert first.foil == "White bathroom with two blue towels hanging by the shower."
 
 
 @real("valse")
-@pytest.mark.parametrize(
-    "piece, n",
-    dict(
-        existence=505,
-        plurals=851,
-        **{
-            "counting-hard": 868,
-            "counting-small-quant": 900,
-            "counting-adversarial": 691,
-            "action-replacement": 648,
-            "actant-swap": 949,
-        },
-        relations=535,
-        **{"coreference-standard": 708, "coreference-hard": 104, "foil-it": 943},
-    ).items(),
-)
+@pytest.mark.parametrize("piece, n", VALSE_COUNTS.items())
 def test_valse_has_the_published_valid_items(piece, n):
+    """Each piece of VALSE has the published count of valid items; its file has more."""
     items = load(f"valse-{piece}").items
-    assert (
-        len(items) == n == REGISTRY[f"valse-{piece}"].published_n
-        and len({i.id for i in items}) == n
-    )
+    assert len(items) == n
+    assert REGISTRY[f"valse-{piece}"].published_n == n
+    assert len({item.id for item in items}) == n
     assert len(read_valse(REAL / f"valse/{piece}.json", "x", valid_only=False)) > n
 
 
 @real("comvg")
 def test_comvg_has_the_published_items():
+    """ComVG has the published count of each group, and the ids differ."""
     items = load("comvg").items
-    assert (
-        len(items) == 5_400
-        and Counter(i.group for i in items) == dict(object=2_584, subject=1_536, verb=1_280)
-        and len({i.id for i in items}) == 5_400
-    )
+    assert len(items) == 5_400
+    groups = Counter(item.group for item in items)
+    assert groups == dict(object=2_584, subject=1_536, verb=1_280)
+    assert len({item.id for item in items}) == 5_400
 
 
 @real("vl_checklist")
 def test_vl_checklist_visual_genome_part():
-    relation, attribute = (
-        load("vl-checklist-relation", source="vg").items,
-        load("vl-checklist-attribute", source="vg").items,
-    )
-    assert Counter(i.group for i in relation) == {"vg/spatial": 30_650, "vg/action": 12_733}
-    assert Counter(i.group for i in attribute) == {
+    """The Visual Genome part has the published counts, with captions equal to their foils."""
+    relation = load("vl-checklist-relation", source="vg").items
+    attribute = load("vl-checklist-attribute", source="vg").items
+    relation_groups = Counter(item.group for item in relation)
+    assert relation_groups == {"vg/spatial": 30_650, "vg/action": 12_733}
+    assert Counter(item.group for item in attribute) == {
         "vg/color": 11_569,
         "vg/material": 2_470,
         "vg/size": 2_695,
         "vg/state": 941,
         "vg/action": 1_892,
     }
-    assert len({i.id for i in relation}) == len(relation) and any(
-        i.caption == i.foil for i in relation + attribute
-    )
+    assert len({item.id for item in relation}) == len(relation)
+    assert any(item.caption == item.foil for item in relation + attribute)
 
 
 @real("vl_checklist")
@@ -136,38 +141,45 @@ def test_vl_checklist_visual_genome_part():
     ],
 )
 def test_vl_checklist_names_what_is_missing(part, lost, whole):
-    with pytest.raises(CompvlError) as e:
+    """The error names the missing files and what is complete, not the files that are there."""
+    with pytest.raises(CompvlError) as error:
         load(f"vl-checklist-{part}")
-    assert all(f in str(e.value) for f in (*lost, whole)) and "vg/spatial" not in str(e.value)
+    message = str(error.value)
+    for expected in (*lost, whole):
+        assert expected in message
+    assert "vg/spatial" not in message
 
 
 @real("winoground")
 def test_winoground_ids_are_those_without_a_tag():
+    """The compositional items of Winoground are the 172 items without a tag."""
     tags = json.loads((REAL / "winoground/new_tag_assignments.json").read_text())
-    assert (
-        compositional_ids() == {int(k) for k, v in tags.items() if not v}
-        and len(compositional_ids()) == 172
-    )
+    without_tag = {int(key) for key, value in tags.items() if not value}
+    assert compositional_ids() == without_tag
+    assert len(compositional_ids()) == 172
 
 
 @real("valse")
 def test_declared_sizes_and_checksums_are_those_of_the_released_files():
-    rows = status(REAL, ["sugarcrepe", "valse", "comvg", "hard-positives"], verify=True).set_index(
-        "name"
-    )
+    """The released files pass verification; VL-CheckList is reported as incomplete."""
+    names = ["sugarcrepe", "valse", "comvg", "hard-positives"]
+    rows = status(REAL, names, verify=True).set_index("name")
     assert (rows.state == "present").all(), rows.problem.to_dict()
-    vl = status(REAL, ["vl-checklist"], verify=True).iloc[0]
-    assert (vl.state, vl.found, vl.needed) == ("incomplete", 7, 56)
+    vl_checklist = status(REAL, ["vl-checklist"], verify=True).iloc[0]
+    assert vl_checklist.state == "incomplete"
+    assert vl_checklist.found == 7
+    assert vl_checklist.needed == 56
 
 
 # --- ARO's reorderings, against its code ---
 
 
 class TextShuffler:
-    "The four functions of ARO's dataset_zoo/perturbations.py (MIT), with its taggers replaced by toy ones."
+    """The four functions of ARO's dataset_zoo/perturbations.py (MIT), with toy taggers."""
 
     def __init__(self, tag, words):
-        self.tag, self.words = tag, words
+        self.tag = tag
+        self.words = words
 
     def nouns_and_adj(self, ex):
         doc = self.tag(ex)
@@ -194,7 +206,8 @@ class TextShuffler:
         return " ".join(text)
 
     def trigrams(self, sentence):
-        trigrams, trigram = [], []
+        trigrams = []
+        trigram = []
         for i in range(len(sentence)):
             trigram.append(sentence[i])
             if i % 3 == 2:
@@ -228,105 +241,94 @@ WORDS = dict(
 
 
 def toy_words(text):
+    """Split a text into words and punctuation marks."""
     return re.findall(r"\w+|[^\w\s]", text)
 
 
 def toy_tag(text):
-    return [(w, WORDS.get(w, "IN")) for w in toy_words(text)]
+    """Return (word, tag) of each word; a word that is not in `WORDS` is a preposition."""
+    return [(word, WORDS.get(word, "IN")) for word in toy_words(text)]
+
+
+def toy_tagger(texts):
+    """Tag each text."""
+    return map(toy_tag, texts)
 
 
 @pytest.mark.parametrize("seed", [1, 7])
 def test_reorderings_are_those_of_the_authors_code(seed):
+    """From the same seed, the four reorderings are those of ARO's code."""
     rng = random.Random(0)
-    captions = [
-        " ".join(
-            rng.choices([*WORDS, "a", "the", "on", "sits", "near", ","], k=rng.randrange(1, 14))
-        )
-        + "."
-        for _ in range(200)
-    ]
+    vocabulary = [*WORDS, "a", "the", "on", "sits", "near", ","]
+    captions = []
+    for _ in range(200):
+        words = rng.choices(vocabulary, k=rng.randrange(1, 14))
+        captions.append(" ".join(words) + ".")
     random.seed(seed)
     np.random.seed(seed)
     theirs = TextShuffler(toy_tag, toy_words)
-    expected = [
-        tuple(
-            f(c)
-            for f in (
-                theirs.nouns_and_adj,
-                theirs.allbut_nouns_and_adj,
-                theirs.within_trigrams,
-                theirs.across_trigrams,
-            )
+    expected = []
+    for caption in captions:
+        reordered = (
+            theirs.nouns_and_adj(caption),
+            theirs.allbut_nouns_and_adj(caption),
+            theirs.within_trigrams(caption),
+            theirs.across_trigrams(caption),
         )
-        for c in captions
-    ]
-    assert (
-        order.shuffle_captions(captions, lambda texts: map(toy_tag, texts), toy_words, seed)
-        == expected
-    )
+        expected.append(reordered)
+    assert order.shuffle_captions(captions, toy_tagger, toy_words, seed) == expected
 
 
 def captions_of(n):
+    """Return `n` captions of an image."""
     return [f"A red dog sits on a wet mat near boy {i}." for i in range(n)]
 
 
+def write_coco_captions(root):
+    """Write the captions of two images, as ARO and as Karpathy release them."""
+    aro = [dict(image=f"val2014/{i}.jpg", caption=captions_of(5)) for i in range(2)]
+    write_json(root / "aro/coco_karpathy_test.json", aro)
+    images = []
+    for i in range(2):
+        sentences = [dict(raw=caption) for caption in captions_of(5)]
+        image = dict(filepath="val2014", filename=f"{i}.jpg", split="test", sentences=sentences)
+        images.append(image)
+    write_json(root / "karpathy/dataset_coco.json", dict(images=images))
+
+
 def test_coco_order_from_either_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(retrieval, "spacy_tagger", lambda texts: map(toy_tag, texts))
+    """ARO's file and Karpathy's file give the same items, and the latter alone is enough."""
+    monkeypatch.setattr(retrieval, "spacy_tagger", toy_tagger)
     monkeypatch.setattr(retrieval, "nltk_words", toy_words)
-    write_json(
-        tmp_path / "aro/coco_karpathy_test.json",
-        [dict(image=f"val2014/{i}.jpg", caption=captions_of(5)) for i in range(2)],
-    )
-    write_json(
-        tmp_path / "karpathy/dataset_coco.json",
-        dict(
-            images=[
-                dict(
-                    filepath="val2014",
-                    filename=f"{i}.jpg",
-                    split="test",
-                    sentences=[dict(raw=c) for c in captions_of(5)],
-                )
-                for i in range(2)
-            ]
-        ),
-    )
-    aro, karpathy = (
-        load("aro-coco-order", tmp_path).items,
-        load("aro-coco-order", tmp_path, source="karpathy").items,
-    )
-    assert (
-        aro == karpathy == load("aro-coco-order", tmp_path).items
-        and len(aro) == 10
-        and all(len(i.foils) == 4 for i in aro)
-        and aro[0].caption == "a red dog sits on a wet mat near boy 0"
-    )
+    write_coco_captions(tmp_path)
+    aro = load("aro-coco-order", tmp_path).items
+    karpathy = load("aro-coco-order", tmp_path, source="karpathy").items
+    assert aro == karpathy
+    assert karpathy == load("aro-coco-order", tmp_path).items
+    assert len(aro) == 10
+    for item in aro:
+        assert len(item.foils) == 4
+    assert aro[0].caption == "a red dog sits on a wet mat near boy 0"
     (tmp_path / "aro/coco_karpathy_test.json").unlink()
-    assert (
-        load("aro-coco-order", tmp_path).items == karpathy
-        and len(load("coco-retrieval", tmp_path).items) == 2
-    )
+    assert load("aro-coco-order", tmp_path).items == karpathy
+    assert len(load("coco-retrieval", tmp_path).items) == 2
 
 
 def test_order_says_which_tool_is_missing(tmp_path, monkeypatch):
-    write_json(
-        tmp_path / "aro/flickr30k_test.json",
-        [dict(image="flickr30k-images/1.jpg", caption=captions_of(5))],
-    )
+    """The error names the command that installs a missing tagger, tokenizer or package."""
+    item = dict(image="flickr30k-images/1.jpg", caption=captions_of(5))
+    write_json(tmp_path / "aro/flickr30k_test.json", [item])
 
-    def absent(name, *args):
-        raise OSError(f"[E050] Can't find model '{name}'")
-
-    monkeypatch.setitem(
-        sys.modules, "spacy", types.SimpleNamespace(load=lambda *a, **k: absent("en_core_web_sm"))
-    )
-    with pytest.raises(CompvlError, match="spacy download en_core_web_sm"):
-        load("aro-flickr30k-order", tmp_path)
-    monkeypatch.setattr(retrieval, "spacy_tagger", lambda texts: map(toy_tag, texts))
+    def load_model(*args, **kwargs):
+        raise OSError("[E050] Can't find model 'en_core_web_sm'")
 
     def word_tokenize(text):
         raise LookupError("Resource punkt_tab not found.")
 
+    monkeypatch.setitem(sys.modules, "spacy", types.SimpleNamespace(load=load_model))
+    with pytest.raises(CompvlError, match="spacy download en_core_web_sm"):
+        load("aro-flickr30k-order", tmp_path)
+    monkeypatch.setattr(retrieval, "spacy_tagger", toy_tagger)
     monkeypatch.setitem(sys.modules, "nltk", types.SimpleNamespace(word_tokenize=word_tokenize))
     with pytest.raises(CompvlError, match="nltk.downloader punkt_tab"):
         load("aro-flickr30k-order", tmp_path)
@@ -339,6 +341,7 @@ def test_order_says_which_tool_is_missing(tmp_path, monkeypatch):
 
 
 def test_cifar_pictures_are_read_lazily_and_known_by_the_file(tmp_path, monkeypatch):
+    """CIFAR-10 is verified, read image by image, and keyed by its file; damage is reported."""
     import torchvision.datasets as tv
 
     folder = tmp_path / "torchvision/cifar-10-batches-py"
@@ -354,21 +357,20 @@ def test_cifar_pictures_are_read_lazily_and_known_by_the_file(tmp_path, monkeypa
         load("cifar10", tmp_path)  # not the published MD5: never unpickled
     monkeypatch.setattr(tv.CIFAR10, "_check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *a: True)
-    l = load("cifar10", tmp_path)
-    assert (
-        [i.label for i in l.items] == [3, 0, 9]
-        and l.classes[3] == "cat"
-        and len(l.templates) == 18
-        and len({image_key(i.image) for i in l.items}) == 3
-    )
-    assert (
-        np.asarray(open_image(l.items[1].image)) == pixels[1].reshape(3, 32, 32).transpose(1, 2, 0)
-    ).all()
-    before = image_key(l.items[0].image)
+    loaded = load("cifar10", tmp_path)
+    assert [item.label for item in loaded.items] == [3, 0, 9]
+    assert loaded.classes[3] == "cat"
+    assert len(loaded.templates) == 18
+    assert len({image_key(item.image) for item in loaded.items}) == 3
+    second = np.asarray(open_image(loaded.items[1].image))
+    assert (second == pixels[1].reshape(3, 32, 32).transpose(1, 2, 0)).all()
+    before = image_key(loaded.items[0].image)
     assert before == image_key(load("cifar10", tmp_path).items[0].image)
     os.utime(folder / "test_batch", ns=(1, 1))
     assert image_key(load("cifar10", tmp_path).items[0].image) != before
-    assert pickle.loads(pickle.dumps(l.items[1])).image.read(1).size == (32, 32)  # worker processes
+    # Worker processes receive the items pickled.
+    restored = pickle.loads(pickle.dumps(loaded.items[1]))
+    assert restored.image.read(1).size == (32, 32)
     (folder / "test_batch").write_bytes(pickle.dumps(dict(data=pixels, labels=[3, 0, 10])))
     with pytest.raises(CompvlError, match="label 10"):
         load("cifar10", tmp_path)
@@ -377,58 +379,79 @@ def test_cifar_pictures_are_read_lazily_and_known_by_the_file(tmp_path, monkeypa
         load("cifar10", tmp_path)
 
 
-def test_svhn_flowers_and_pcam(tmp_path, monkeypatch):
+def two_images():
+    """Return a black and a grey image of 32 x 32 pixels: (height, width, channel, image)."""
+    images = np.zeros((32, 32, 3, 2), np.uint8)
+    images[..., 1] = 200
+    return images
+
+
+def test_svhn(tmp_path, monkeypatch):
+    """SVHN's label 10 is the digit zero."""
     import torchvision.datasets as tv
     from scipy.io import savemat
 
     root = tmp_path / "torchvision"
-    (root / "flowers-102/jpg").mkdir(parents=True)
-    (root / "pcam").mkdir()
+    root.mkdir()
     monkeypatch.setattr(tv.SVHN, "_check_integrity", lambda self: True)
+    savemat(root / "test_32x32.mat", dict(X=two_images(), y=np.array([[10], [4]])))
+    loaded = load("vtab-svhn", tmp_path)
+    assert [loaded.classes[item.label] for item in loaded.items] == ["zero", "four"]
+    assert open_image(loaded.items[1].image).getpixel((0, 0)) == (200,) * 3
+
+
+def test_flowers(tmp_path, monkeypatch):
+    """The items of Flowers are the images of the test split, in order, with their classes."""
+    import torchvision.datasets as tv
+    from scipy.io import savemat
+
+    folder = tmp_path / "torchvision/flowers-102"
+    (folder / "jpg").mkdir(parents=True)
     monkeypatch.setattr(tv.Flowers102, "_check_integrity", lambda self: True)
-    X = np.zeros((32, 32, 3, 2), np.uint8)
-    X[..., 1] = 200
-    savemat(root / "test_32x32.mat", dict(X=X, y=np.array([[10], [4]])))
-    l = load("vtab-svhn", tmp_path)
-    assert [l.classes[i.label] for i in l.items] == ["zero", "four"] and open_image(
-        l.items[1].image
-    ).getpixel((0, 0)) == (200,) * 3
-    savemat(root / "flowers-102/setid.mat", dict(tstid=[3, 2], trnid=[1, 1], valid=[1, 1]))
-    savemat(root / "flowers-102/imagelabels.mat", dict(labels=[1, 102, 5]))
-    l = load("vtab-flowers", tmp_path)
-    assert [(i.image, l.classes[i.label]) for i in l.items] == [
+    savemat(folder / "setid.mat", dict(tstid=[3, 2], trnid=[1, 1], valid=[1, 1]))
+    savemat(folder / "imagelabels.mat", dict(labels=[1, 102, 5]))
+    loaded = load("vtab-flowers", tmp_path)
+    assert [(item.image, loaded.classes[item.label]) for item in loaded.items] == [
         ("torchvision/flowers-102/jpg/image_00002.jpg", "blackberry lily"),
         ("torchvision/flowers-102/jpg/image_00003.jpg", "english marigold"),
     ]
 
-    class File(dict):  # h5py's, over NumPy's format
-        def __init__(self, path):
-            super().__init__(np.load(open(path, "rb")))
 
-        def __enter__(self):
-            return self
+class NumpyFile(dict):
+    """A stand-in for h5py.File that reads NumPy's format."""
 
-        def __exit__(self, *e):
-            pass
+    def __init__(self, path):
+        with open(path, "rb") as file:
+            super().__init__(dict(np.load(file)))
 
-    for part, array in dict(
-        x=X.transpose(3, 0, 1, 2), y=np.array([0, 1]).reshape(2, 1, 1, 1)
-    ).items():
-        with open(root / f"pcam/camelyonpatch_level_2_split_test_{part}.h5", "wb") as f:
-            np.savez(f, **{part: array})
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+def test_pcam(tmp_path, monkeypatch):
+    """PCam needs h5py, and reads its images and labels with it."""
+    folder = tmp_path / "torchvision/pcam"
+    folder.mkdir(parents=True)
+    arrays = dict(x=two_images().transpose(3, 0, 1, 2), y=np.array([0, 1]).reshape(2, 1, 1, 1))
+    for part, array in arrays.items():
+        with open(folder / f"camelyonpatch_level_2_split_test_{part}.h5", "wb") as file:
+            np.savez(file, **{part: array})
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(CompvlError, match="pip install h5py"):
         load("vtab-pcam", tmp_path)
-    monkeypatch.setitem(sys.modules, "h5py", types.SimpleNamespace(File=File))
-    l = load("vtab-pcam", tmp_path)
-    assert (
-        [i.label for i in l.items] == [0, 1]
-        and "tumor" in l.classes[1]
-        and open_image(l.items[1].image).getpixel((0, 0)) == (200,) * 3
-    )
+    monkeypatch.setitem(sys.modules, "h5py", types.SimpleNamespace(File=NumpyFile))
+    loaded = load("vtab-pcam", tmp_path)
+    assert [item.label for item in loaded.items] == [0, 1]
+    assert "tumor" in loaded.classes[1]
+    assert open_image(loaded.items[1].image).getpixel((0, 0)) == (200,) * 3
 
 
 # --- damaged files ---
+
+COMVG_HEADER = "id,sentence,neg_triplet,pos_image_id,neg_image_id,neg_value\n"
 
 
 @pytest.mark.parametrize(
@@ -469,13 +492,13 @@ def test_svhn_flowers_and_pcam(tmp_path, monkeypatch):
         (
             "comvg",
             "comvg/ComVG.csv",
-            "id,sentence,neg_triplet,pos_image_id,neg_image_id,neg_value\n1,a,\"('x', 'y', 'z')\",1,2,colour",
+            COMVG_HEADER + "1,a,\"('x', 'y', 'z')\",1,2,colour",
             "ComVG.csv:2: neg_value",
         ),
         (
             "comvg",
             "comvg/ComVG.csv",
-            "id,sentence,neg_triplet,pos_image_id,neg_image_id,neg_value\n1,a,\"__import__('os')\",1,2,verb",
+            COMVG_HEADER + "1,a,\"__import__('os')\",1,2,verb",
             "ComVG.csv:2: neg_triplet",
         ),
         ("winoground", "winoground/examples.jsonl", '{"id": 0}\n', "examples.jsonl, item 0"),
@@ -505,6 +528,7 @@ def test_svhn_flowers_and_pcam(tmp_path, monkeypatch):
     ],
 )
 def test_damaged_files_are_named(tmp_path, name, path, content, where):
+    """The error for a damaged file names the file and the place in it."""
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(content, encoding="utf-8")
     with pytest.raises(CompvlError) as e:
@@ -513,6 +537,7 @@ def test_damaged_files_are_named(tmp_path, name, path, content, where):
 
 
 def test_a_damaged_vl_checklist_file_is_named(tmp_path):
+    """The error names the damaged file among those of VL-CheckList."""
     for files in VL_CHECKLIST["attribute"]["vg"].values():
         write_json(tmp_path / "vl_checklist" / files[0], [])
     write_json(
@@ -550,15 +575,16 @@ def test_a_damaged_vl_checklist_file_is_named(tmp_path):
     ],
 )
 def test_photographs_are_found_where_their_data_sets_put_them(tmp_path, name, image, place):
+    """The image of an item is found in the folder of its data set."""
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).touch()
-    assert locate(tmp_path, [Pair("1", image, "a", "b")], REGISTRY[name].places)[0].image == str(
-        tmp_path / place
-    )
+    found = locate(tmp_path, [Pair("1", image, "a", "b")], REGISTRY[name].places)
+    assert found[0].image == str(tmp_path / place)
 
 
 @pytest.mark.parametrize("name", ["svo-probes", "stsb"])
 def test_bytes_that_are_no_text(tmp_path, name):
+    """A file that is not UTF-8 is reported."""
     path = {"svo-probes": "svo_probes/svo_probes.csv", "stsb": "stsb/sts-test.csv"}[name]
     (tmp_path / path).parent.mkdir()
     (tmp_path / path).write_bytes(b"sentence,\xff\xfe\n")
@@ -568,11 +594,15 @@ def test_bytes_that_are_no_text(tmp_path, name):
 
 @pytest.mark.parametrize("name", sorted(n for n, e in REGISTRY.items() if e.files))
 def test_nothing_under_the_root(tmp_path, name):
+    """Where no file is present, the error points to `compvl data status`; no file is made."""
     with pytest.raises(CompvlError, match="compvl data status"):
         load(name, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_every_benchmark_names_declared_data_sets():
-    lost = {n: d for n, e in REGISTRY.items() if e.files for d in e.datasets if d not in DATASETS}
-    assert not lost and all(e.datasets for e in REGISTRY.values() if e.files)
+    """Each benchmark with files names data sets, and each of them is declared."""
+    for name, entry in REGISTRY.items():
+        if entry.files:
+            assert entry.datasets, name
+            assert set(entry.datasets) <= set(DATASETS), name
