@@ -24,7 +24,7 @@ from compvl.text.inflection import (
 from compvl.text.lexicon_entries import (
     WORD_KINDS,
     Concept,
-    Entry,
+    LexiconEntry,
     hypernyms_of,
     microworld_entries,
     read_entries,
@@ -114,15 +114,15 @@ class Words:
     """A lexicon: concepts in families, and what holds between them.
 
     `spec` is {kind: {family: {name: entry}}}, with the kinds of `WORD_KINDS` and entries as in
-    `compvl.text.lexicon_entries.Entry`. Raises `CompvlError` that names a malformed entry. Lookups
-    take any inflected form, ignore case, and are cached.
+    `compvl.text.lexicon_entries.LexiconEntry`. Raises `CompvlError` that names a malformed entry.
+    Lookups take any inflected form, ignore case, and are cached.
     """
 
     def __init__(self, spec: dict):
-        self._entries: dict[Concept, Entry] = {}
-        self._table: dict[tuple[str, str], tuple[Entry, ...]] = {}  # by kind and word
+        self._entries: dict[Concept, LexiconEntry] = {}
+        self._table: dict[tuple[str, str], tuple[LexiconEntry, ...]] = {}  # by kind and word
         self._forms: dict[tuple[str, str], str] = {}  # word of the lexicon by kind and form
-        self._families: dict[tuple[str, str], list[Entry]] = {}  # by kind and family
+        self._families: dict[tuple[str, str], list[LexiconEntry]] = {}  # by kind and family
         for entry in read_entries(spec):
             self._add(entry)
         self._up = hypernyms_of(self._entries)
@@ -138,7 +138,7 @@ class Words:
         """
         return cls(microworld_entries(spec))
 
-    def _add(self, entry: Entry):
+    def _add(self, entry: LexiconEntry):
         kind, family, name = entry.concept
         for word in entry.all_words:
             known = self._table.get((kind, word), ())
@@ -159,7 +159,7 @@ class Words:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def entry(self, concept: Concept) -> Entry:
+    def entry(self, concept: Concept) -> LexiconEntry:
         """What the lexicon says of a concept."""
         return self._entries[concept]
 
@@ -168,7 +168,7 @@ class Words:
         return self._entries[concept].words + self._entries[concept].wider
 
     @lru_cache(maxsize=1 << 16)
-    def _find(self, word: str, kind: str) -> tuple[str, tuple[Entry, ...]]:
+    def _find(self, word: str, kind: str) -> tuple[str, tuple[LexiconEntry, ...]]:
         """The form by which a word is known, and its entries."""
         pick(kind, WORD_KINDS, "kind")
         word = _plain(word)
@@ -180,7 +180,7 @@ class Words:
             found += self._table[kind, base]
         return word, found
 
-    def _find_by_head(self, word: str, kind: str) -> tuple[str, tuple[Entry, ...]]:
+    def _find_by_head(self, word: str, kind: str) -> tuple[str, tuple[LexiconEntry, ...]]:
         """As `_find`; a noun compound or phrase that is not in the lexicon goes by its head."""
         found = self._find(word, kind)
         if found[1] or kind != "object" or " " not in word:
@@ -224,7 +224,7 @@ class Words:
                 forms.append(_form_like(new, word, base, kind, plural))
         return tuple(form for form in forms if form not in ("", word))
 
-    def _exclude(self, a: Entry, b: Entry) -> bool:
+    def _exclude(self, a: LexiconEntry, b: LexiconEntry) -> bool:
         """Whether the concept of `b` is false where that of `a`, of the same family, is true."""
         first = a.concept
         second = b.concept
@@ -237,7 +237,7 @@ class Words:
         overlap = second.name in a.overlaps or first.name in b.overlaps
         return not overlap and not a.group & b.group
 
-    def _is_false(self, new: str, found: tuple[Entry, ...]) -> bool:
+    def _is_false(self, new: str, found: tuple[LexiconEntry, ...]) -> bool:
         """Whether all meanings of the word `new` are excluded by all entries of their families."""
         for entry in found:
             for other in self._table[entry.concept.kind, new]:
@@ -246,7 +246,9 @@ class Words:
                     return False
         return True
 
-    def _is_offered(self, entry: Entry, other: Entry, found: tuple[Entry, ...]) -> bool:
+    def _is_offered(
+        self, entry: LexiconEntry, other: LexiconEntry, found: tuple[LexiconEntry, ...]
+    ) -> bool:
         """Whether the concept of `other` makes a caption false that has a word of `found`.
 
         `entry` is the one of `found` that is of the same family.
@@ -374,7 +376,7 @@ class Words:
         return frozenset(hypernyms)
 
 
-def _same_meaning(entry: Entry, word: str) -> tuple[str, ...]:
+def _same_meaning(entry: LexiconEntry, word: str) -> tuple[str, ...]:
     """The words that may replace a word of an entry, itself included."""
     if word in entry.wider:
         return entry.wider

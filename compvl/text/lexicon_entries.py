@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..core import CompvlError
 
 # %% auto #0
-__all__ = ['WORD_KINDS', 'Concept', 'Entry', 'read_entries', 'hypernyms_of', 'microworld_entries']
+__all__ = ['WORD_KINDS', 'Concept', 'LexiconEntry', 'read_entries', 'hypernyms_of', 'microworld_entries']
 
 # %% ../../nbs/lib/text/01a_lexicon_entries.ipynb #4e7596f8
 WORD_KINDS = ("object", "attribute", "relation", "place")
@@ -28,7 +28,7 @@ class Concept(NamedTuple):
         return f"{self.kind}/{self.family}/{self.name}"
 
 # %% ../../nbs/lib/text/01a_lexicon_entries.ipynb #0d6eea81
-class Entry(NamedTuple):
+class LexiconEntry(NamedTuple):
     """What a lexicon says of a concept; names are those of concepts of its family."""
 
     concept: Concept
@@ -61,11 +61,11 @@ def _check_fields(where: str, spec):
         raise CompvlError(f"{where}: all but `inverse`, `symmetric` and `rare` must be lists.")
 
 
-def _read_entry(kind: str, family: str, name: str, spec) -> Entry:
+def _read_entry(kind: str, family: str, name: str, spec) -> LexiconEntry:
     """One entry of a lexicon in JSON."""
     where = f"The lexicon's entry {kind}/{family}/{name}"
     _check_fields(where, spec)
-    entry = Entry(
+    entry = LexiconEntry(
         concept=Concept(kind, family, spec["words"][0]),
         words=tuple(spec["words"]),
         narrow=tuple(spec.get("narrow", ())),
@@ -84,8 +84,8 @@ def _read_entry(kind: str, family: str, name: str, spec) -> Entry:
     return entry
 
 
-def read_entries(spec: dict) -> Iterator[Entry]:
-    """The entries of a lexicon: {kind: {family: {name: fields of `Entry`}}}.
+def read_entries(spec: dict) -> Iterator[LexiconEntry]:
+    """The entries of a lexicon: {kind: {family: {name: fields of `LexiconEntry`}}}.
 
     Raises `CompvlError` that names a malformed entry.
     """
@@ -105,7 +105,7 @@ def read_entries(spec: dict) -> Iterator[Entry]:
                 yield _read_entry(kind, family, name, entry)
 
 # %% ../../nbs/lib/text/01a_lexicon_entries.ipynb #3ea1770b
-def _check_names(entry: Entry, entries: dict[Concept, Entry]):
+def _check_names(entry: LexiconEntry, entries: dict[Concept, LexiconEntry]):
     """Raise `CompvlError` for a name that is not that of a concept of the family."""
     fields = {
         "overlaps": entry.overlaps,
@@ -121,7 +121,7 @@ def _check_names(entry: Entry, entries: dict[Concept, Entry]):
                 )
 
 
-def _check_inverse(entry: Entry, entries: dict[Concept, Entry]):
+def _check_inverse(entry: LexiconEntry, entries: dict[Concept, LexiconEntry]):
     """Raise `CompvlError` for a relation that is not the inverse of its inverse."""
     if not entry.inverse:
         return
@@ -133,7 +133,9 @@ def _check_inverse(entry: Entry, entries: dict[Concept, Entry]):
         )
 
 
-def _hyponyms(entry: Entry, name: str, entries: dict[Concept, Entry]) -> list[Concept]:
+def _hyponyms(
+    entry: LexiconEntry, name: str, entries: dict[Concept, LexiconEntry]
+) -> list[Concept]:
     """The concepts that a name of `over` stands for, of the family if there are any."""
     concept = entry.concept
     found = []
@@ -159,7 +161,7 @@ def _all_above(concept: Concept, direct: dict[Concept, set], below: tuple = ()) 
     return frozenset(found)
 
 
-def hypernyms_of(entries: dict[Concept, Entry]) -> dict[Concept, frozenset[Concept]]:
+def hypernyms_of(entries: dict[Concept, LexiconEntry]) -> dict[Concept, frozenset[Concept]]:
     """The hypernyms of every concept, transitively.
 
     Raises `CompvlError` for names that are unknown, inverses that are not mutual, and a concept
