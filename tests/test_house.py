@@ -1,7 +1,6 @@
 """How the code is built: who imports whom, and what no linter checks."""
 
 import ast
-import re
 from functools import lru_cache
 from pathlib import Path
 
