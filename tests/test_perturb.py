@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from conftest import listen_to_interrupts
 
 from compvl.core import CompvlError, read_json, read_jsonl
 from compvl.data.aligned import read_aligned
@@ -139,11 +140,6 @@ def run(src, dst, method="quick", kind="hn", **options):
 
 
 # --- runs that are stopped ---
-
-
-def listen_to_interrupts():
-    """Let SIGINT stop a child: a shell starts its background jobs with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start(rules, src, dst, workers):
