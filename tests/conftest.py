@@ -1,4 +1,6 @@
-"""No test reads or fills the user's cache."""
+"""What tests share; no test reads or fills the user's cache."""
+
+import signal
 
 import pytest
 
@@ -9,3 +11,8 @@ def own_cache(tmp_path_factory):
     patch.setenv("COMPVL_CACHE", str(tmp_path_factory.mktemp("cache")))
     yield
     patch.undo()
+
+
+def listen_to_interrupts():
+    """Let SIGINT stop a child process: a shell starts its background jobs with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

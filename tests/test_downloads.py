@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import listen_to_interrupts
 from filelock import FileLock
 from typer.testing import CliRunner
 
@@ -405,18 +406,13 @@ def test_a_full_disk(web, tmp_path, monkeypatch):
         get(web, tmp_path / "file/f.bin")
 
 
-def hear_interrupts():
-    """A shell starts its background jobs deaf to Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_leaves_a_part_that_is_resumed(web, tmp_path, sign):
     web.rate = 200_000
     target = tmp_path / "f.bin"
     call = f"download({web.url + '/f.bin'!r}, {str(target)!r})"
     command = [sys.executable, "-c", f"from compvl.downloads import download; {call}"]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=hear_interrupts)
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=listen_to_interrupts)
     part = tmp_path / "f.bin.part"
     for _ in range(1000):
         if part.exists() and part.stat().st_size > 100_000:

@@ -1,7 +1,6 @@
 """How the code is built: who imports whom, and what no linter checks."""
 
 import ast
-import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -31,8 +30,6 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 LONGEST = 40
 REASON = "longer than 40 lines:"
-# Notebooks that were moved and formatted, but not rewritten yet. The list only gets shorter.
-UNFINISHED = Path(__file__).with_name("unfinished.txt")
 
 
 def module_name(path: Path) -> str:
@@ -41,18 +38,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def source_notebook(path: Path) -> str:
-    """The notebook that a module is exported from, as its second line says."""
-    found = re.search(r"File to edit: (?:\.\./)+(\S+)\.$", path.read_text("utf-8"), flags=re.M)
-    return found[1] if found else ""
-
-
 MODULES = {module_name(path): path for path in FILES}
-FINISHED = [
-    module
-    for module, path in MODULES.items()
-    if source_notebook(path) not in UNFINISHED.read_text("utf-8").split()
-]
 
 
 @lru_cache
@@ -136,7 +122,7 @@ def test_private_names_stay_in_their_module():
 
 def test_no_public_name_is_defined_twice():
     homes = {}
-    for module in FINISHED:
+    for module in MODULES:
         for node in tree(module).body:
             names = []
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -214,6 +200,6 @@ def undocumented(module: str) -> list[str]:
 
 @pytest.mark.parametrize("check", [too_long, dense, undocumented])
 def test_code_reads_at_first_sight(check):
-    found = {module: check(module) for module in FINISHED}
+    found = {module: check(module) for module in MODULES}
     problems = [f"{module}: {problem}" for module, some in found.items() for problem in some]
     assert not problems, f"{len(problems)} findings:\n" + "\n".join(problems)

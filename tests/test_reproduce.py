@@ -9,6 +9,7 @@ import time
 import nbformat
 import psutil
 import pytest
+from conftest import listen_to_interrupts
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from compvl.app.estimate import TimeLeft
@@ -238,12 +239,11 @@ def test_interrupt_writes_the_page_and_leaves_no_kernel(tmp_path, jobs):
     write_notebook(tmp_path, "04_never", "x = 1")
     out = tmp_path / "out"
     options = ["--profile", "smoke", "--jobs", str(jobs), "--json", "--out", str(out)]
-    # a shell starts its background jobs deaf to SIGINT, and their children inherit that
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, str(tmp_path), "reproduce", *options],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=listen_to_interrupts,
     )
     pid = out / "pid"
     for _ in range(600):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .attention import as_found, image_features, unit
 from ..models.towers import encode_text
-from ..text.lexicon import Words, plural
+from ..text.inflection import plural
+from ..text.lexicon import Words
 from ..text.lexicon import words as shipped_words
 from ..text.meaning import known_part
 from ..text.parsed import Parse

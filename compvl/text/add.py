@@ -14,7 +14,8 @@ from typing import NamedTuple
 from .agreement import AUXILIARIES, place, verb_edits
 from .changes import Change, draw_common, shuffled
 from .edits import agree_article
-from .lexicon import Words, countability, plural, singular
+from .inflection import countability, plural, singular
+from .lexicon import Words
 from .parsed import Object, Relation
 from .reading import Reading
 from .writing import Edit

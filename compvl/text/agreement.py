@@ -6,7 +6,7 @@
 __all__ = ['COUNTING', 'AUXILIARIES', 'place', 'fits', 'noun_for', 'verb_edits']
 
 # %% ../../nbs/lib/text/05c_agreement.ipynb #3cb241eb
-from .lexicon import countability, inflect_like, plural, singular
+from .inflection import countability, inflect_like, plural, singular
 from .parsed import Token
 from .reading import Reading
 from .writing import Edit

@@ -9,7 +9,8 @@ __all__ = ['invert_relation', 'move_adjective', 'frame_existence']
 import random
 import re
 
-from .lexicon import Words, lemma
+from .inflection import lemma
+from .lexicon import Words
 from .operators import Perturbed, Refused
 from .parsed import Attribute, Object, Parse, Relation
 from compvl.text.phrases import (

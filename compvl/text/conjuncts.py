@@ -9,7 +9,7 @@ __all__ = ['Exchange', 'exchange_conjuncts', 'swap_noun_phrases']
 import re
 from typing import NamedTuple
 
-from .lexicon import lemma
+from .inflection import lemma
 from .parsed import Relation
 from .phrases import PICTURES, PLACE_PREPOSITIONS, Phrases, head, within_sentence
 from .writing import Edit

@@ -11,7 +11,8 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from .lexicon import Words, singular
+from .inflection import singular
+from .lexicon import Words
 
 # %% ../../nbs/lib/text/05a_meaning.ipynb #52cd78d1
 @lru_cache(maxsize=1 << 16)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 
 from .changes import Change
-from .lexicon import inflect_like
+from .inflection import inflect_like
 from .operators import Way
 from .parsed import Attribute, Relation, Token
 from .reading import Reading, is_linked

@@ -8,7 +8,8 @@ __all__ = ['WORD', 'BACK_REFERENCES', 'PICTURES', 'PLACE_PREPOSITIONS', 'ANIMATE
 # %% ../../nbs/lib/text/08_phrases.ipynb #95cc736e
 import re
 
-from .lexicon import Words, is_plural, plural
+from .inflection import is_plural, plural
+from .lexicon import Words
 from .operators import Perturbed, Step
 from .parsed import Attribute, Object, Parse, Relation
 from .writing import Edit, write

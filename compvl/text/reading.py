@@ -9,7 +9,8 @@ __all__ = ['Reading', 'is_linked', 'same_meaning']
 import re
 from functools import cached_property
 
-from .lexicon import Words, singular
+from .inflection import singular
+from .lexicon import Words
 from .lexicon import words as shipped_words
 from .meaning import SceneGraph, concept_key, known_part
 from .parsed import Attribute, Parse, Relation

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from .changes import Change, draw_common, replaced, shuffled
 from .edits import agree_article
-from .lexicon import plural, singular
+from .inflection import plural, singular
 from .meaning import known_part
 from .parsed import Attribute, Relation
 from .reading import Reading, is_linked

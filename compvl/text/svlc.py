@@ -12,7 +12,8 @@ from functools import partial
 from typing import Protocol
 
 from .changes import Change, replaced
-from .lexicon import Words, singular
+from .inflection import singular
+from .lexicon import Words
 from .lexicon import words as shipped_words
 from .meaning import excludes
 from .operators import WAYS, Perturbed, Refused, Trail, Way, ways_of

@@ -12,7 +12,7 @@ from itertools import combinations, product
 
 from .agreement import COUNTING, fits, noun_for, verb_edits
 from .changes import Change, exchange, exchanged, shuffled
-from .lexicon import countability, inflect_like, plural, singular
+from .inflection import countability, inflect_like, plural, singular
 from .meaning import concept_key, excludes, known_part
 from .parsed import Attribute, Relation
 from .reading import Reading, is_linked

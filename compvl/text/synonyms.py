@@ -11,7 +11,9 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from .lexicon import Concept, Words, lemma
+from .inflection import lemma
+from .lexicon import Words
+from .lexicon_entries import Concept
 from .operators import Perturbed, Refused
 from .parsed import Attribute, Object, Parse, Relation
 from .phrases import ANIMATE, WORD, Phrases, edited, head

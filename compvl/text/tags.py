@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..core import data_dir, read_json
-from .lexicon import is_plural, lemma
+from .inflection import is_plural, lemma
 from .lexicon import words as known_words
 
 # %% auto #0

@@ -20,7 +20,8 @@ from .programs import PeakMemory, bench, check_same
 from ...core import read_jsonl
 from ...text.caption_files import Captions
 from ...text.hard_negatives import hard_negative
-from ...text.lexicon import plural, words
+from ...text.inflection import plural
+from ...text.lexicon import words
 from ...text.operators import Refused
 from ...text.parser import parse_many
 from ...text.pipeline import perturb_file
