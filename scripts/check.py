@@ -2,8 +2,8 @@
 
 1. compvl/ is what nbdev exports from nbs/ (compared on a copy: nothing in the checkout changes).
 2. Notebooks are valid and clean; their outputs contain no error and no path of a machine.
-3. Examples of library notebooks show their outputs; figure cells of paper notebooks show their
-   figure.
+3. Examples of library notebooks and guides show their outputs; figure cells of paper notebooks
+   show their figure.
 4. nbs/index.ipynb shows what data/results contains and links to every paper notebook; README.md is
    its rendering and has at most 10 kB.
 5. Tables and findings in the outputs of nbs/paper are what the same cells give on data/results
@@ -114,7 +114,7 @@ def notebook_problems(path: Path) -> list[str]:
             found.append("draws a figure and does not show it")
         problems += [f"{short(path)} cell {number} {problem}" for problem in found]
     examples = [c for c in notebook.cells if c.cell_type == "code" and "#| " not in c.source[:3]]
-    if room == "lib" and examples and not any(cell.outputs for cell in examples):
+    if room in ("lib", "guide") and examples and not any(cell.outputs for cell in examples):
         problems.append(f"{short(path)} shows no output: run it with its outputs kept")
     return problems
 
