@@ -8,16 +8,18 @@ __all__ = ['SceneImages', 'PretrainSet', 'FinetuneSet']
 # %% ../../nbs/lib/microworld/13_datasets.ipynb #0f39126e
 import random
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 
 import torch
 
 from ..core import CompvlError, pick
-from .captions import Caption, caption
+from .captions import PLAIN_WORDS, Caption, caption
 from .dense_captions import expansion, region_captions
 from .render import render
 from .scenes import Scene, scenes
 from .supervision import make_supervision
+from .vocabulary import lexicon
 
 # %% ../../nbs/lib/microworld/13_datasets.ipynb #ea4eb281
 class SceneImages:
@@ -84,6 +86,20 @@ class PretrainSet:
 
     def __len__(self) -> int:
         return self.n
+
+    @property
+    def words(self) -> list[str]:
+        """All words that its texts may have, perturbed ones included."""
+        return [*lexicon().lookup, *PLAIN_WORDS]
+
+    def validation(self, n: int) -> "PretrainSet":
+        """n items of the same kind, of scenes that are for validation."""
+        other = copy(self)
+        other.n = n
+        other.split = "val"
+        other.epoch = 0
+        other.images = _shared_images("val", n, self.seed, self.image_size)
+        return other
 
     def set_epoch(self, epoch: int):
         """Choose the epoch that decides which captions are drawn."""

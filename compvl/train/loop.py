@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from .optimizer import learning_rate, make_optimizer
 from .run import NOT_IDENTITY, MetricsFile, Run, folder_name, run_identity
 from .setup import make_accelerator, open_parts, plain_clip, set_up_clip
 from .step import Towers, backward_loss
+from .validation import Validation, ValidationFile
 
 # %% ../../nbs/lib/train/14_loop.ipynb #878f0504
 class Trainer:
@@ -55,6 +56,8 @@ class Trainer:
         folder: Path,
         progress: bool = True,
         on_log: Callable[[dict], None] | None = None,
+        *,
+        data,  # that it is trained on
     ):
         self.accelerator = accelerator
         self.config = config
@@ -65,12 +68,18 @@ class Trainer:
         self.progress = progress
         self.on_log = on_log
 
-        set_up_clip(model.clip, config)
+        words = getattr(data, "words", None)
+        set_up_clip(model, config, words)
+        self.data = data
+        self.collate = Collate(model, config, words)
         self.bare = Towers(model, teacher).train()
         self.towers, self.optimizer = accelerator.prepare(
             self.bare, make_optimizer(model, config, self.bare.head)
         )
         self.start = 0  # steps already trained
+        self.validation = None
+        if config.validate_every:
+            self.validation = Validation(config, data, self.collate, accelerator)
 
     def resume(self):
         """Restore the last checkpoint, where there is one."""
@@ -111,6 +120,7 @@ class Trainer:
                     self.folder / "environment.json", {**environment(), "processes": processes}
                 )
                 self.metrics = MetricsFile(self.folder / "metrics.csv", self.start)
+                self.validated = ValidationFile(self.folder / "validation.csv", self.start)
         if self.config.trackers:
             accelerator.project_configuration.logging_dir = str(self.folder)
             options = {"wandb": {"name": self.folder.name}}
@@ -143,18 +153,37 @@ class Trainer:
         with progress_bar as self.bar:
             self.tenths = 10 * self.start // self.steps  # of the run, reported without a bar
             pending = []
+            if not self.start:
+                self.validate(0)
             started = time.perf_counter()
             for step, micro_batches in enumerate(batches, self.start):
                 pending.append(self.take_step(step, micro_batches))
                 done = step + 1
                 checkpoint = done % config.checkpoint_every == 0 and done < self.steps
-                if checkpoint or done == self.steps or done % config.log_every == 0:
+                is_validated = self.is_validated(done)
+                if checkpoint or is_validated or done == self.steps or done % config.log_every == 0:
                     self.log(pending, done, started)
+                    if is_validated:
+                        self.validate(done)
                     if checkpoint and self.accelerator.is_main_process:
                         self.save(done)
                     self.show_progress(done)
                     pending = []
                     started = time.perf_counter()
+
+    def is_validated(self, done: int) -> bool:
+        """Whether losses and figures on held-out items are computed after `done` steps."""
+        every = self.config.validate_every
+        return every is not None and (done % every == 0 or done == self.steps)
+
+    def validate(self, done: int):
+        """Add a row of validation.csv for each loss and figure, where the config asks for them."""
+        if self.validation is None:
+            return
+        rows = self.validation(self.bare)
+        if self.accelerator.is_main_process:
+            with writing_to(self.folder):
+                self.validated.add(done, rows)
 
     def take_step(self, step: int, micro_batches: list[dict]) -> torch.Tensor:
         """Train one step; returns loss and logged values, means over micro-batches."""
@@ -252,6 +281,22 @@ class Trainer:
                 flush=True,
             )
 
+    def run(self) -> Run:
+        """Take the remaining steps, and finish."""
+        accelerator = self.accelerator
+        items = Steps(
+            self.data,
+            self.collate,
+            self.config,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        steps = range(self.start, self.steps)
+        batches = stream_batches(items, steps, accelerator.device.type == "cuda")
+        with closing(batches):
+            self.train(batches)
+        return self.finish()
+
     def finish(self) -> Run:
         """Write the trained weights and DONE, and remove the checkpoint; returns the run."""
         model = replace(self.model, clip=plain_clip(self.model.clip, self.config))
@@ -282,8 +327,9 @@ def train(
     """Train a model by its config. A finished run is returned, an interrupted one resumed.
 
     The run's folder, `<method>-<hash>`, contains config.json, environment.json, metrics.csv,
-    weights.safetensors (float32) and DONE, and checkpoint/ until the run is finished. A resumed run
-    has bit for bit the numbers of an uninterrupted one on the same machine.
+    validation.csv where the config asks for it, weights.safetensors (float32) and DONE, and
+    checkpoint/ until the run is finished. A resumed run has bit for bit the numbers of an
+    uninterrupted one on the same machine.
 
     Under `accelerate launch` (on CPUs: `torchrun`), the processes share each batch. The losses are
     those of the whole batch; each process needs memory for its share of the logits. A run may be
@@ -298,7 +344,6 @@ def train(
     config = config.resolved()
     runs = Path(runs or runs_dir())
     accelerator = make_accelerator(config, runs)
-    rank = accelerator.process_index
     world = accelerator.num_processes
     with accelerator.main_process_first():
         show = progress and accelerator.is_main_process
@@ -319,18 +364,23 @@ def train(
             load_weights(model.clip, folder / "weights.safetensors", model.name)
             return finished_run(folder, model)
 
-        trainer = Trainer(accelerator, config, model, teacher, identity, folder, progress, on_log)
+        trainer = Trainer(
+            accelerator,
+            config,
+            model,
+            teacher,
+            identity,
+            folder,
+            progress,
+            on_log,
+            data=data,
+        )
         trainer.resume()
         trainer.start_logs()
         stack.callback(trainer.close_trackers)
         accelerator.wait_for_everyone()
 
-        items = Steps(data, Collate(model, config), config, rank, world)
-        steps = range(trainer.start, trainer.steps)
-        batches = stream_batches(items, steps, accelerator.device.type == "cuda")
-        stack.callback(batches.close)
-        trainer.train(batches)
-        return trainer.finish()
+        return trainer.run()
 
 
 def run_name(config: TrainConfig) -> str:
