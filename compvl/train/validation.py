@@ -14,7 +14,7 @@ import torch
 from ..benchmarks.loading import expand, load_benchmark
 from ..core import CompvlError, atomic_write
 from ..evaluate.engine import evaluate
-from .batches import Collate, Steps
+from .batches import Collate, Steps, stream_batches
 from .config import TrainConfig
 from .step import Towers, batch_loss
 
@@ -54,11 +54,12 @@ class Validation:
         n_batches = len(items.data) // config.batch_size
         if not n_batches:
             raise CompvlError(
-                f"n_validation={len(items.data)} is less than a batch of {config.batch_size}"
+                f"n_validation={len(items.data)} is less than a batch of {config.batch_size}: raise "
+                "n_validation, or lower batch_size"
             )
         self.batches = []
-        for step in range(n_batches):
-            self.batches += items[step]
+        for micro_batches in stream_batches(items, range(n_batches), cuda=False):
+            self.batches += micro_batches
         self.benchmarks = []
         for name in expand(config.validate_on, micro=True):
             self.benchmarks.append(load_benchmark(name, n=config.n_validation, split="val"))
