@@ -54,8 +54,8 @@ class Validation:
         n_batches = len(items.data) // config.batch_size
         if not n_batches:
             raise CompvlError(
-                f"n_validation={len(items.data)} is less than a batch of {config.batch_size}: raise "
-                "n_validation, or lower batch_size"
+                f"n_validation={len(items.data)} is less than a batch of {config.batch_size}: "
+                "raise n_validation, or lower batch_size"
             )
         self.batches = []
         for micro_batches in stream_batches(items, range(n_batches), cuda=False):
