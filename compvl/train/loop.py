@@ -77,7 +77,6 @@ class Trainer:
             self.bare, make_optimizer(model, config, self.bare.head)
         )
         self.start = 0  # steps already trained
-        self.validation = None
         if config.validate_every:
             self.validation = Validation(config, data, self.collate, accelerator)
 
@@ -153,7 +152,7 @@ class Trainer:
         with progress_bar as self.bar:
             self.tenths = 10 * self.start // self.steps  # of the run, reported without a bar
             pending = []
-            if not self.start:
+            if not self.start and self.is_validated(0):
                 self.validate(0)
             started = time.perf_counter()
             for step, micro_batches in enumerate(batches, self.start):
@@ -177,9 +176,7 @@ class Trainer:
         return every is not None and (done % every == 0 or done == self.steps)
 
     def validate(self, done: int):
-        """Add a row of validation.csv for each loss and figure, where the config asks for them."""
-        if self.validation is None:
-            return
+        """Add a row of validation.csv for each loss and figure."""
         rows = self.validation(self.bare)
         if self.accelerator.is_main_process:
             with writing_to(self.folder):

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['COCO_WORDS', 'PEAK_TFLOPS', 'coco_batches', 'pinned', 'clamp_scale', 'CompvlSteps', 'open_clip_optimizer',
            'EpochOfBatches', 'OpenClipSteps', 'ThreeEncodingsSteps', 'copy_of', 'exact_convolutions', 'gradients_of',
-           'gradient_difference', 'check_gradients', 'TimedSteps', 'peak_tflops', 'compare_steps', 'runnable',
-           'random_start', 'train_step', 'hp_hn_step', 'MicroSteps', 'product_peak', 'micro_step']
+           'gradient_difference', 'check_gradients', 'TimedSteps', 'peak_tflops', 'take_turns', 'timed_row', 'place_of',
+           'compare_steps', 'runnable', 'random_start', 'train_step', 'hp_hn_step', 'MicroSteps', 'product_peak',
+           'micro_step']
 
 # %% ../../../nbs/lib/app/speed/04_training.ipynb #fd2c710d
 import math
@@ -317,6 +318,30 @@ def peak_tflops(model: Model, config: TrainConfig) -> float | None:
     return next((peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), None)
 
 # %% ../../../nbs/lib/app/speed/04_training.ipynb #1c9a29ae
+def take_turns(ways: dict[str, TimedSteps], steps: int, turn: int):
+    """Time `steps` steps of each way, in turns of `turn` steps."""
+    for done in tqdm(range(0, steps, turn), desc="turns", leave=False):
+        for way in ways.values():
+            way.take_turn(steps - done)
+
+
+def timed_row(name: str, way: TimedSteps, batch_size: int, tflop: float) -> dict:
+    """The figures of a way; `tflop`: operations of a step, in 10¹²."""
+    return {
+        "way": name,
+        "seconds a step": way.seconds,
+        "samples a second": batch_size / way.seconds,
+        "TFLOP a step": tflop,
+        "TFLOP/s": tflop / way.seconds,
+    }
+
+
+def place_of(model: Model) -> str:
+    """What a model is computed on."""
+    cuda = model.device.type == "cuda"
+    return torch.cuda.get_device_name() if cuda else f"cpu, {threads()}"
+
+
 def compare_steps(
     ways: dict[str, type],  # two of them, by name
     model: Model,
@@ -335,27 +360,18 @@ def compare_steps(
     del gradients
     check_gradients(difference)
     timed = {name: TimedSteps(way, model, config, batches) for name, way in ways.items()}
-    for done in tqdm(range(0, steps, turn), desc="turns", leave=False):
-        for way in timed.values():
-            way.take_turn(steps - done)
+    take_turns(timed, steps, turn)
     peak = peak_tflops(model, config)
     rows = []
     for name, way in timed.items():
-        row = {
-            "way": name,
-            "seconds a step": way.seconds,
-            "samples a second": config.batch_size / way.seconds,
-            "TFLOP a step": tflop[name],
-            "TFLOP/s": tflop[name] / way.seconds,
-        }
+        row = timed_row(name, way, config.batch_size, tflop[name])
         if peak:
             row["model FLOP utilisation, %"] = 100 * tflop[name] / way.seconds / peak
         if model.device.type == "cuda":
             row["GB more"] = way.memory
         rows.append(row)
-    cuda = model.device.type == "cuda"
-    place = torch.cuda.get_device_name() if cuda else f"cpu, {threads()}"
     first, second = timed.values()
+    place = place_of(model)
     return dict(
         what=f"{steps} steps of {config.batch_size}, {model.name}, {config.precision}, {place}",
         rows=rows,
@@ -476,26 +492,17 @@ def micro_step(
     difference = gradient_difference(whole, cut)
     check_gradients(difference)
     timed = {name: TimedSteps(way, clip, used, batches) for name, (way, used) in ways.items()}
-    for done in tqdm(range(0, steps, len(batches)), desc="turns", leave=False):
-        for way in timed.values():
-            way.take_turn(steps - done)
+    take_turns(timed, steps, len(batches))
     rows = []
     for name, way in timed.items():
         precision = ways[name][1].precision
         peak = product_peak(precision, clip.device)
-        rows.append(
-            {
-                "way": name,
-                "precision": precision,
-                "seconds a step": way.seconds,
-                "samples a second": batch_size / way.seconds,
-                "TFLOP/s": tflop / way.seconds,
-                "TFLOP/s of a product": peak,
-                "share of that, %": 100 * tflop / way.seconds / peak,
-            }
-        )
-    cuda = clip.device.type == "cuda"
-    place = torch.cuda.get_device_name() if cuda else f"cpu, {threads()}"
+        row = timed_row(name, way, batch_size, tflop)
+        row["precision"] = precision
+        row["TFLOP/s of a product"] = peak
+        row["share of that, %"] = 100 * row["TFLOP/s"] / peak
+        rows.append(row)
+    place = place_of(clip)
     return dict(
         what=f"{steps} steps of {batch_size}, {model}, {method}, {tflop:.3f} TFLOP each, {place}",
         rows=rows,
