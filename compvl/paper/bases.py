@@ -61,7 +61,7 @@ def base_config(profile: Profile, model: str = "micro-clip", seed: int = 0) -> T
         warmup=min(150, profile.pretrain_steps // 4),
         weight_decay=0.1,
         betas=(0.9, 0.98),
-        precision="fp32",
+        precision="auto",
         seed=seed,
     )
     return replace(config, **BASES[model])

@@ -116,9 +116,9 @@ _MICRO = dict(
     lr=1e-3,
     warmup=20,
     weight_decay=0.2,
-    precision="fp32",
+    precision="auto",
 )
-_SMOKE = _MICRO | dict(n_train=128, steps=4, batch_size=32, warmup=1)
+_SMOKE = _MICRO | dict(n_train=128, steps=4, batch_size=32, warmup=1, precision="fp32")
 _MICRO_FULL = _MICRO | dict(n_train=24_000, steps=300, warmup=40)
 # What a row's recipe leaves open is as in NegCLIP's, but for the method, which is the row's.
 _PAPER = {key: value for key, value in RECIPES["negclip"].items() if key != "method"}

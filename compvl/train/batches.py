@@ -70,10 +70,13 @@ def group_numbers(ids) -> Tensor:
 
 # %% ../../nbs/lib/train/04_batches.ipynb #4fd35657
 class TokenCache:
-    """A tokenizer that keeps the tokens of every text that it has seen."""
+    """A tokenizer that keeps the tokens of every text that it has seen.
 
-    def __init__(self, tokenizer):
+    `words`: all words that texts may have. Raises `CompvlError` for a text with another one."""
+
+    def __init__(self, tokenizer, words: Sequence[str] | None = None):
         self.tokenizer = tokenizer
+        self.allowed = None if words is None else tokenizer(list(words)).unique().numpy()
         self.known = {}
         self.length = tokenizer([""]).shape[1]
 
@@ -82,6 +85,7 @@ class TokenCache:
         new = [text for text in dict.fromkeys(texts) if text not in self.known]
         if new:
             rows = self.tokenizer(new).to(torch.int32).numpy()
+            self._check(new, rows)
             for text, row in zip(new, rows, strict=True):
                 self.known[text] = np.trim_zeros(row, "b")
         tokens = np.zeros((len(texts), self.length), np.int64)
@@ -89,6 +93,18 @@ class TokenCache:
             known = self.known[text]
             row[: len(known)] = known
         return torch.from_numpy(tokens)
+
+    def _check(self, texts: list[str], rows: np.ndarray):
+        "Raise `CompvlError` for a text with a word that it may not have."
+        if self.allowed is None:
+            return
+        is_strange = ~np.isin(rows, self.allowed).all(1)
+        if is_strange.any():
+            text = texts[is_strange.argmax()]
+            raise CompvlError(
+                f"'{text}' has a word that the `words` of the training data lack: add it there, or "
+                "leave `words` away, and all token embeddings are trained"
+            )
 
 # %% ../../nbs/lib/train/04_batches.ipynb #94bfd777
 class Collate:
@@ -100,10 +116,10 @@ class Collate:
     With attribution: `objects`, `composition` (bool [B, L]), and by perturbation `owner`, `where`
     (see `tokenize_replacements`). With `mask_same_image`: `groups` (int64 [B])."""
 
-    def __init__(self, model, config: TrainConfig):
+    def __init__(self, model, config: TrainConfig, words: Sequence[str] | None = None):
         self.config = config
         self.needs = needed(config)
-        self.tokens = TokenCache(model.tokenizer)
+        self.tokens = TokenCache(model.tokenizer, words)
 
     def __call__(self, items: dict, epoch: int = 0) -> dict:
         captions = list(items["caption"])

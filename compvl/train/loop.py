@@ -11,7 +11,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +55,7 @@ class Trainer:
         folder: Path,
         progress: bool = True,
         on_log: Callable[[dict], None] | None = None,
+        words: Sequence[str] | None = None,  # as for `set_up_clip`
     ):
         self.accelerator = accelerator
         self.config = config
@@ -65,7 +66,7 @@ class Trainer:
         self.progress = progress
         self.on_log = on_log
 
-        set_up_clip(model.clip, config)
+        set_up_clip(model, config, words)
         self.bare = Towers(model, teacher).train()
         self.towers, self.optimizer = accelerator.prepare(
             self.bare, make_optimizer(model, config, self.bare.head)
@@ -319,13 +320,16 @@ def train(
             load_weights(model.clip, folder / "weights.safetensors", model.name)
             return finished_run(folder, model)
 
-        trainer = Trainer(accelerator, config, model, teacher, identity, folder, progress, on_log)
+        words = getattr(data, "words", None)
+        trainer = Trainer(
+            accelerator, config, model, teacher, identity, folder, progress, on_log, words
+        )
         trainer.resume()
         trainer.start_logs()
         stack.callback(trainer.close_trackers)
         accelerator.wait_for_everyone()
 
-        items = Steps(data, Collate(model, config), config, rank, world)
+        items = Steps(data, Collate(model, config, words), config, rank, world)
         steps = range(trainer.start, trainer.steps)
         batches = stream_batches(items, steps, accelerator.device.type == "cuda")
         stack.callback(batches.close)

@@ -7,6 +7,7 @@ __all__ = ['SHARDED', 'check_accelerate', 'make_accelerator', 'open_parts', 'set
 
 # %% ../../nbs/lib/train/13_setup.ipynb #b396b608
 import os
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from .config import TrainConfig
 from .lora import add_lora, merge_lora
 from .sds import trainable_layernorms
 from .terms import needed
+from .word_table import train_words_only, whole_vocabulary
 
 # %% ../../nbs/lib/train/13_setup.ipynb #fbcc08cf
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
@@ -87,10 +89,13 @@ def open_parts(
     return model, data, teacher
 
 # %% ../../nbs/lib/train/13_setup.ipynb #1cb87501
-def set_up_clip(clip: nn.Module, config: TrainConfig):
+def set_up_clip(model: Model, config: TrainConfig, words: Sequence[str] | None = None):
     """Prepare a CLIP for training, in place: what is frozen, checkpointing, compilation.
 
-    Raises `CompvlError` for chunks with batch normalisation, which sees the whole batch."""
+    `words`: all words of the training data, where they are known; the embeddings of other words
+    are not trained. Raises `CompvlError` for chunks with batch normalisation, which sees the whole
+    batch."""
+    clip = model.clip
     if config.chunk_size and any(isinstance(m, _BatchNorm) for m in clip.modules()):
         raise CompvlError(
             f"chunk_size does not go with {config.model}, whose batch normalisation sees the whole "
@@ -100,6 +105,8 @@ def set_up_clip(clip: nn.Module, config: TrainConfig):
         add_lora(clip, config.lora_rank, config.lora_alpha, config.seed)
     if "diffusion" in needed(config):
         trainable_layernorms(clip)
+    if words is not None:
+        train_words_only(model, words)
     if config.grad_checkpointing:
         clip.set_grad_checkpointing(True)
     if config.compile:
@@ -109,7 +116,8 @@ def set_up_clip(clip: nn.Module, config: TrainConfig):
 
 
 def plain_clip(clip: nn.Module, config: TrainConfig) -> nn.Module:
-    """The trained CLIP as a plain one in eval mode: updates merged, not compiled."""
+    """The trained CLIP as a plain one in eval mode: all tokens, updates merged, not compiled."""
+    whole_vocabulary(clip)
     if config.lora_rank:
         merge_lora(clip)
     if "diffusion" in needed(config):
