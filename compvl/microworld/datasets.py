@@ -9,6 +9,7 @@ __all__ = ['SceneImages', 'PretrainSet', 'FinetuneSet']
 import itertools
 import random
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 
 import torch
@@ -102,6 +103,15 @@ class PretrainSet:
     def words(self) -> list[str]:
         """All words that its texts may have, perturbed ones included."""
         return [*lexicon().lookup, *FUNCTION_WORDS]
+
+    def validation(self, n: int) -> "PretrainSet":
+        """n items of the same kind, of scenes that are for validation."""
+        other = copy(self)
+        other.n = n
+        other.split = "val"
+        other.epoch = 0
+        other.images = _shared_images("val", n, self.seed, self.image_size, self.several)
+        return other
 
     def set_epoch(self, epoch: int):
         """Choose the epoch that decides which captions are drawn."""

@@ -77,6 +77,8 @@ SMALLEST = dict(  # smallest value of fields that are numbers
     lora_rank=1,
     chunk_size=1,
     workers=0,
+    validate_every=1,
+    n_validation=2,
 )
 
 # %% ../../nbs/lib/train/02_config.ipynb #60980b43
@@ -144,6 +146,11 @@ class TrainConfig:
     workers: int = 0  # processes that make batches; 0: this one
     trackers: tuple = ()  # that Accelerate knows, such as "tensorboard", beside metrics.csv
 
+    # What is computed on held-out items during the run, for validation.csv.
+    validate_every: int | None = None  # steps; None: nothing
+    validate_on: tuple = ()  # names of the microworld's benchmarks, beside the losses
+    n_validation: int = 512  # items of each
+
     # Weights of registered terms that have no field above: {name: weight}.
     weights: dict = field(default_factory=dict)
 
@@ -152,7 +159,7 @@ class TrainConfig:
         pick(self.precision, ("auto", "fp32", "bf16", "fp16"), "precision")
         if isinstance(self.trackers, str):
             object.__setattr__(self, "trackers", (self.trackers,))
-        for name in ("kinds", "betas", "trackers"):
+        for name in ("kinds", "betas", "trackers", "validate_on"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for tracker in self.trackers:
             pick(tracker, LOGGER_TYPE_TO_CLASS, "tracker")

@@ -40,6 +40,7 @@ from .optimizer import learning_rate, make_optimizer
 from .run import NOT_IDENTITY, MetricsFile, Run, folder_name, run_identity
 from .setup import make_accelerator, open_parts, plain_clip, set_up_clip
 from .step import Towers, backward_loss
+from .validation import Validation, ValidationFile
 
 # %% ../../nbs/lib/train/14_loop.ipynb #878f0504
 class Trainer:
@@ -55,6 +56,7 @@ class Trainer:
         folder: Path,
         progress: bool = True,
         on_log: Callable[[dict], None] | None = None,
+        *,
         words: Sequence[str] | None = None,  # as for `set_up_clip`
     ):
         self.accelerator = accelerator
@@ -72,6 +74,7 @@ class Trainer:
             self.bare, make_optimizer(model, config, self.bare.head)
         )
         self.start = 0  # steps already trained
+        self.validation = None
 
     def resume(self):
         """Restore the last checkpoint, where there is one."""
@@ -112,6 +115,7 @@ class Trainer:
                     self.folder / "environment.json", {**environment(), "processes": processes}
                 )
                 self.metrics = MetricsFile(self.folder / "metrics.csv", self.start)
+                self.validated = ValidationFile(self.folder / "validation.csv", self.start)
         if self.config.trackers:
             accelerator.project_configuration.logging_dir = str(self.folder)
             options = {"wandb": {"name": self.folder.name}}
@@ -144,18 +148,37 @@ class Trainer:
         with progress_bar as self.bar:
             self.tenths = 10 * self.start // self.steps  # of the run, reported without a bar
             pending = []
+            if not self.start:
+                self.validate(0)
             started = time.perf_counter()
             for step, micro_batches in enumerate(batches, self.start):
                 pending.append(self.take_step(step, micro_batches))
                 done = step + 1
                 checkpoint = done % config.checkpoint_every == 0 and done < self.steps
-                if checkpoint or done == self.steps or done % config.log_every == 0:
+                is_validated = self.is_validated(done)
+                if checkpoint or is_validated or done == self.steps or done % config.log_every == 0:
                     self.log(pending, done, started)
+                    if is_validated:
+                        self.validate(done)
                     if checkpoint and self.accelerator.is_main_process:
                         self.save(done)
                     self.show_progress(done)
                     pending = []
                     started = time.perf_counter()
+
+    def is_validated(self, done: int) -> bool:
+        """Whether losses and figures on held-out items are computed after `done` steps."""
+        every = self.config.validate_every
+        return every is not None and (done % every == 0 or done == self.steps)
+
+    def validate(self, done: int):
+        """Add a row of validation.csv for each loss and figure, where the config asks for them."""
+        if self.validation is None:
+            return
+        rows = self.validation(self.bare)
+        if self.accelerator.is_main_process:
+            with writing_to(self.folder):
+                self.validated.add(done, rows)
 
     def take_step(self, step: int, micro_batches: list[dict]) -> torch.Tensor:
         """Train one step; returns loss and logged values, means over micro-batches."""
@@ -283,7 +306,8 @@ def train(
     """Train a model by its config. A finished run is returned, an interrupted one resumed.
 
     The run's folder, `<method>-<hash>`, contains config.json, environment.json, metrics.csv,
-    weights.safetensors (float32) and DONE, and checkpoint/ until the run is finished. A resumed run
+    validation.csv where the config asks for it, weights.safetensors (float32) and DONE, and
+    checkpoint/ until the run is finished. A resumed run
     has bit for bit the numbers of an uninterrupted one on the same machine.
 
     Under `accelerate launch` (on CPUs: `torchrun`), the processes share each batch. The losses are
@@ -320,16 +344,26 @@ def train(
             load_weights(model.clip, folder / "weights.safetensors", model.name)
             return finished_run(folder, model)
 
-        words = getattr(data, "words", None)
         trainer = Trainer(
-            accelerator, config, model, teacher, identity, folder, progress, on_log, words
+            accelerator,
+            config,
+            model,
+            teacher,
+            identity,
+            folder,
+            progress,
+            on_log,
+            words=getattr(data, "words", None),
         )
         trainer.resume()
         trainer.start_logs()
         stack.callback(trainer.close_trackers)
         accelerator.wait_for_everyone()
 
-        items = Steps(data, Collate(model, config, words), config, rank, world)
+        collate = Collate(model, config, getattr(data, "words", None))
+        if config.validate_every:
+            trainer.validation = Validation(config, data, collate, accelerator)
+        items = Steps(data, collate, config, rank, world)
         steps = range(trainer.start, trainer.steps)
         batches = stream_batches(items, steps, accelerator.device.type == "cuda")
         stack.callback(batches.close)

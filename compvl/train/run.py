@@ -48,6 +48,9 @@ NOT_IDENTITY = (  # fields of TrainConfig: paths, and how a run is computed
     "compile",
     "workers",
     "trackers",
+    "validate_every",
+    "validate_on",
+    "n_validation",
 )
 
 
@@ -164,6 +167,14 @@ class Run:
         of items that have what a term needs (with_hn, with_hp, with_mil, with_attr; micro-batches
         added), samples_per_s."""
         return read_metrics(self.folder)
+
+    @property
+    def validation(self) -> pd.DataFrame:
+        """What the run computed on held-out items: step, benchmark, group, metric and value.
+
+        The benchmark `loss` has the loss and its terms. Empty where the config asks for none."""
+        file = self.folder / "validation.csv"
+        return pd.read_csv(file) if file.exists() else pd.DataFrame()
 
 
 def load_run(folder, device=None) -> Run:

@@ -19,8 +19,9 @@ from ..models.towers import text_tower
 class WordTable(nn.Module):
     """The rows of a token embedding that some words need, in place of the embedding.
 
-    `WordTable(...)(tokens)`: int64 [...] -> float [..., W]. Tokens of other words raise an
-    IndexError on a CPU and end the process on CUDA, so check texts before (`TokenCache`)."""
+    `WordTable(...)(tokens)`: int64 [...] -> float [..., W]; in eval mode for all tokens. In
+    training, tokens of other words raise an IndexError on a CPU and end the process on CUDA, so
+    check texts before (`TokenCache`)."""
 
     def __init__(self, embedding: nn.Embedding, words: Tensor):
         super().__init__()
@@ -31,6 +32,8 @@ class WordTable(nn.Module):
         self._whole = (embedding, words)  # in a tuple, so that it is not registered
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if not self.training:
+            return self.whole()(tokens)
         return F.embedding(self.rows[tokens], self.weight)
 
     @torch.no_grad()
