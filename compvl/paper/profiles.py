@@ -33,8 +33,8 @@ class Profile:
     n_kind: int | None = 400  # items of each part of a benchmark whose parts are reported apart
     n_boot: int = 1000  # resamples of the bootstrap intervals
     seeds: tuple[int, ...] = (0,)  # seeds of the training runs
-    n_pretrain: int | None = 60_000  # pairs that the microworld's base sees; None: not ours
-    pretrain_steps: int | None = 1600  # steps of its pretraining; None: not ours
+    n_pretrain: int | None = 100_000  # pairs that the microworld's base sees; None: not ours
+    pretrain_steps: int | None = 3000  # steps of its pretraining; None: not ours
     base_seeds: tuple[int, ...] = (0,)  # seeds of pretraining, where bases are compared
 
     @property
