@@ -111,15 +111,25 @@ _MICRO = dict(
     pretrained="base",
     data="microworld",
     n_train=12_000,
-    steps=120,
+    steps=400,
     batch_size=128,
-    lr=1e-3,
-    warmup=20,
+    lr=5e-4,
+    warmup=50,
     weight_decay=0.2,
     precision="auto",
+    validate_every=40,
+    n_validation=1000,
 )
-_SMOKE = _MICRO | dict(n_train=128, steps=4, batch_size=32, warmup=1, precision="fp32")
-_MICRO_FULL = _MICRO | dict(n_train=24_000, steps=300, warmup=40)
+_SMOKE = _MICRO | dict(
+    n_train=128,
+    steps=4,
+    batch_size=32,
+    warmup=1,
+    precision="fp32",
+    validate_every=2,
+    n_validation=32,
+)
+_MICRO_FULL = _MICRO | dict(n_train=24_000, steps=1500, warmup=100, validate_every=150)
 # What a row's recipe leaves open is as in NegCLIP's, but for the method, which is the row's.
 _PAPER = {key: value for key, value in RECIPES["negclip"].items() if key != "method"}
 _PAPER["precision"] = "bf16"
