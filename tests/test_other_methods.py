@@ -27,6 +27,7 @@ CONFIG = TrainConfig(
     kinds=("svlc-rules",),
     lora_rank=4,
     data_options=dict(source="text", sound=False, dense="text", bag=3),
+    precision="fp32",
 )
 SDS = replace(CONFIG, method="sds-clip", kinds=("swap", "replace"), data_options={}, lora_rank=None)
 CONFIGS = {"dac": CONFIG, "sds-clip": SDS}

@@ -32,6 +32,7 @@ CONFIG = dict(
     warmup=2,
     checkpoint_every=4,
     log_every=1,
+    precision="fp32",
 )
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 SAME = ["step", "lr", "loss", "itc", "hn", "hp", "logit_scale", "with_hn", "with_hp"]

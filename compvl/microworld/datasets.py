@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from ..core import CompvlError, pick
-from .captions import FUNCTION_WORDS, Caption, caption
+from .captions import PLAIN_WORDS, Caption, caption
 from .dense_captions import expansion, region_captions
 from .render import render
 from .scenes import BLOCK_SIZE, Scene, scenes
@@ -102,7 +102,7 @@ class PretrainSet:
     @property
     def words(self) -> list[str]:
         """All words that its texts may have, perturbed ones included."""
-        return [*lexicon().lookup, *FUNCTION_WORDS]
+        return [*lexicon().lookup, *PLAIN_WORDS]
 
     def validation(self, n: int) -> "PretrainSet":
         """n items of the same kind, of scenes that are for validation."""

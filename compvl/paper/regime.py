@@ -6,6 +6,7 @@
 __all__ = ['REGIME', 'Requirement', 'regime', 'base_figures', 'sight', 'draw_regime', 'keep_regime', 'kept_regime']
 
 # %% ../../nbs/lib/paper/05a_regime.ipynb #a7474be4
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -151,7 +152,7 @@ def _family_features(model: Model, family: str) -> torch.Tensor:
     if family == "object":
         features = model.encode_text(model.tokenizer([f"a {word}" for word in words]))
         return features.expand(len(nouns), -1, -1)
-    texts = [f"a {word} {noun}" for noun in nouns for word in words]
+    texts = [f"a {word} {noun}" for noun, word in itertools.product(nouns, words)]
     return model.encode_text(model.tokenizer(texts)).view(len(nouns), len(words), -1)
 
 

@@ -11,8 +11,8 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class Trainer:
         progress: bool = True,
         on_log: Callable[[dict], None] | None = None,
         *,
-        words: Sequence[str] | None = None,  # as for `set_up_clip`
+        data,  # that it is trained on
     ):
         self.accelerator = accelerator
         self.config = config
@@ -68,13 +68,18 @@ class Trainer:
         self.progress = progress
         self.on_log = on_log
 
+        words = getattr(data, "words", None)
         set_up_clip(model, config, words)
+        self.data = data
+        self.collate = Collate(model, config, words)
         self.bare = Towers(model, teacher).train()
         self.towers, self.optimizer = accelerator.prepare(
             self.bare, make_optimizer(model, config, self.bare.head)
         )
         self.start = 0  # steps already trained
         self.validation = None
+        if config.validate_every:
+            self.validation = Validation(config, data, self.collate, accelerator)
 
     def resume(self):
         """Restore the last checkpoint, where there is one."""
@@ -276,6 +281,22 @@ class Trainer:
                 flush=True,
             )
 
+    def run(self) -> Run:
+        """Take the remaining steps, and finish."""
+        accelerator = self.accelerator
+        items = Steps(
+            self.data,
+            self.collate,
+            self.config,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        steps = range(self.start, self.steps)
+        batches = stream_batches(items, steps, accelerator.device.type == "cuda")
+        with closing(batches):
+            self.train(batches)
+        return self.finish()
+
     def finish(self) -> Run:
         """Write the trained weights and DONE, and remove the checkpoint; returns the run."""
         model = replace(self.model, clip=plain_clip(self.model.clip, self.config))
@@ -307,8 +328,8 @@ def train(
 
     The run's folder, `<method>-<hash>`, contains config.json, environment.json, metrics.csv,
     validation.csv where the config asks for it, weights.safetensors (float32) and DONE, and
-    checkpoint/ until the run is finished. A resumed run
-    has bit for bit the numbers of an uninterrupted one on the same machine.
+    checkpoint/ until the run is finished. A resumed run has bit for bit the numbers of an
+    uninterrupted one on the same machine.
 
     Under `accelerate launch` (on CPUs: `torchrun`), the processes share each batch. The losses are
     those of the whole batch; each process needs memory for its share of the logits. A run may be
@@ -323,7 +344,6 @@ def train(
     config = config.resolved()
     runs = Path(runs or runs_dir())
     accelerator = make_accelerator(config, runs)
-    rank = accelerator.process_index
     world = accelerator.num_processes
     with accelerator.main_process_first():
         show = progress and accelerator.is_main_process
@@ -353,22 +373,14 @@ def train(
             folder,
             progress,
             on_log,
-            words=getattr(data, "words", None),
+            data=data,
         )
         trainer.resume()
         trainer.start_logs()
         stack.callback(trainer.close_trackers)
         accelerator.wait_for_everyone()
 
-        collate = Collate(model, config, getattr(data, "words", None))
-        if config.validate_every:
-            trainer.validation = Validation(config, data, collate, accelerator)
-        items = Steps(data, collate, config, rank, world)
-        steps = range(trainer.start, trainer.steps)
-        batches = stream_batches(items, steps, accelerator.device.type == "cuda")
-        stack.callback(batches.close)
-        trainer.train(batches)
-        return trainer.finish()
+        return trainer.run()
 
 
 def run_name(config: TrainConfig) -> str:
