@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,6 +34,9 @@ CONFIG = dict(
     checkpoint_every=4,
     log_every=1,
     precision="fp32",
+    validate_every=3,
+    validate_on=("swap",),
+    n_validation=32,
 )
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 SAME = ["step", "lr", "loss", "itc", "hn", "hp", "logit_scale", "with_hn", "with_hp"]
@@ -166,6 +170,9 @@ def test_two_processes_are_one(tmp_path):
     two = train(config, runs=tmp_path / "two", progress=False)
     assert len(two.metrics) == 4
     assert (two.metrics[SAME] - one.metrics[SAME]).abs().max().max() < 1e-3
+    losses = [run.validation[run.validation.benchmark == "loss"] for run in (one, two)]
+    assert list(losses[0].step.unique()) == [0, 3, 4]
+    assert (losses[0].value - losses[1].value).abs().max() < 1e-3
     assert json.loads((folder / "environment.json").read_text())["processes"] == 2
 
 
@@ -201,8 +208,47 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path, options):
     run = train(TrainConfig(**config), runs=tmp_path / "killed", progress=False)
     assert run.model.fingerprint() == whole.model.fingerprint()
     assert run.metrics[same].equals(whole.metrics[same])
+    assert run.validation.equals(whole.validation)
+    assert list(run.validation.step.unique()) == [0, 3, 6, 9, 10]
     assert (folder / "DONE").exists()
     assert not (folder / "checkpoint").exists()
+
+
+def test_looking_does_not_change_what_is_learned(tmp_path):
+    """A run with figures on held-out items has the name and the weights of one without."""
+    looked = train(TrainConfig(**CONFIG), runs=tmp_path / "looked", progress=False)
+    config = TrainConfig(**{**CONFIG, "validate_every": None})
+    plain = train(config, runs=tmp_path / "plain", progress=False)
+    assert plain.folder.name == looked.folder.name
+    assert plain.model.fingerprint() == looked.model.fingerprint()
+    assert not len(plain.validation)
+
+
+def test_only_the_words_of_the_data_are_trained(tmp_path):
+    """The loss is that of training all token embeddings; only embeddings of words change."""
+    config = TrainConfig(**{**CONFIG, "steps": 3, "validate_every": None})
+    model = create_model("micro-clip", device="cpu")
+    data = load_train_data("microworld", n=48)
+    known = model.tokenizer(data.words).unique()
+    cut = train(config, runs=tmp_path / "cut", progress=False, data=data, model=model)
+    with patch.object(type(data), "words", None):
+        whole = train(config, runs=tmp_path / "whole", progress=False, data=data, model=model)
+    assert cut.metrics[SAME].equals(whole.metrics[SAME])
+    before = model.clip.token_embedding.weight
+    after = cut.model.clip.token_embedding.weight
+    changed = (after != before).any(1).nonzero().flatten()
+    assert set(changed.tolist()) <= set(known.tolist())
+    assert torch.equal(after[known], whole.model.clip.token_embedding.weight[known])
+
+
+def test_a_word_that_the_data_did_not_name(tmp_path):
+    """A text with a word that is not trained is refused by its name."""
+    data = load_train_data("microworld", n=48)
+    with (
+        patch.object(type(data), "words", ["a", "ball"]),
+        pytest.raises(CompvlError, match="has a word that the `words` of the training data lack"),
+    ):
+        train(TrainConfig(**CONFIG), runs=tmp_path, progress=False, data=data)
 
 
 def test_micro_batches(tmp_path):

@@ -81,12 +81,13 @@ SMALLEST = dict(  # smallest value of fields that are numbers
     n_validation=2,
 )
 
-# %% ../../nbs/lib/train/02_config.ipynb #60980b43
-def computes_bf16() -> bool:
-    """Whether bf16 is faster than float32 here: on CUDA, and on CPUs with instructions for it.
+# %% ../../nbs/lib/train/02_config.ipynb #8d109ebe
+def computes_bf16(device: str | None = None) -> bool:
+    """Whether bf16 is faster than float32: on CUDA, and on CPUs with instructions for it.
 
-    These are Intel's AMX and AVX-512 BF16, which AMD's CPUs have since Zen 4."""
-    if torch.cuda.is_available():
+    These are Intel's AMX and AVX-512 BF16, which AMD's CPUs have since Zen 4. `device`: `cuda` or
+    `cpu`; None: CUDA where present."""
+    if device == "cuda" or device is None and torch.cuda.is_available():
         return True
     checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
     return any(getattr(torch.cpu, check, bool)() for check in checks)

@@ -23,7 +23,7 @@ from .config import TrainConfig
 from .sds import sds_head, sds_loss
 from .terms import Features, active_terms, attributable, needed, total_loss
 
-# %% ../../nbs/lib/train/07_step.ipynb #190ec8da
+# %% ../../nbs/lib/train/07_step.ipynb #4e0d29bb
 def attention_kernel(device: torch.device):
     """The context in which the towers run: on a CPU with attention as plain matrix products.
 

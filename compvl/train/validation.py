@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VALIDATION_COLUMNS', 'Validation', 'ValidationFile']
 
-# %% ../../nbs/lib/train/13a_validation.ipynb #27e50691
+# %% ../../nbs/lib/train/13a_validation.ipynb #dfc0072d
 from pathlib import Path
 
 import pandas as pd
@@ -14,11 +14,11 @@ import torch
 from ..benchmarks.loading import expand, load_benchmark
 from ..core import CompvlError, atomic_write
 from ..evaluate.engine import evaluate
-from .batches import Collate, Steps
+from .batches import Collate, Steps, stream_batches
 from .config import TrainConfig
 from .step import Towers, batch_loss
 
-# %% ../../nbs/lib/train/13a_validation.ipynb #bf1b0e8d
+# %% ../../nbs/lib/train/13a_validation.ipynb #fd16326f
 VALIDATION_COLUMNS = ("step", "benchmark", "group", "metric", "value")
 
 
@@ -54,11 +54,12 @@ class Validation:
         n_batches = len(items.data) // config.batch_size
         if not n_batches:
             raise CompvlError(
-                f"n_validation={len(items.data)} is less than a batch of {config.batch_size}"
+                f"n_validation={len(items.data)} is less than a batch of {config.batch_size}: "
+                "raise n_validation, or lower batch_size"
             )
         self.batches = []
-        for step in range(n_batches):
-            self.batches += items[step]
+        for micro_batches in stream_batches(items, range(n_batches), cuda=False):
+            self.batches += micro_batches
         self.benchmarks = []
         for name in expand(config.validate_on, micro=True):
             self.benchmarks.append(load_benchmark(name, n=config.n_validation, split="val"))
@@ -87,7 +88,7 @@ class Validation:
         means = self.accelerator.reduce(torch.stack(rows).mean(0), "mean")
         return dict(zip(names, means.tolist(), strict=True))
 
-# %% ../../nbs/lib/train/13a_validation.ipynb #97a8eea9
+# %% ../../nbs/lib/train/13a_validation.ipynb #37d25002
 class ValidationFile:
     """validation.csv of a run, to which rows are added.
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WordTable', 'train_words_only', 'whole_vocabulary']
 
-# %% ../../nbs/lib/train/12a_word_table.ipynb #9b79eea7
+# %% ../../nbs/lib/train/12a_word_table.ipynb #f1b594f1
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..models.clip import Model
 from ..models.towers import text_tower
 
-# %% ../../nbs/lib/train/12a_word_table.ipynb #f67ac6d2
+# %% ../../nbs/lib/train/12a_word_table.ipynb #11adedc7
 class WordTable(nn.Module):
     """The rows of a token embedding that some words need, in place of the embedding.
 
@@ -43,7 +43,7 @@ class WordTable(nn.Module):
         embedding.weight[words] = self.weight.to(embedding.weight)
         return embedding
 
-# %% ../../nbs/lib/train/12a_word_table.ipynb #e01050d7
+# %% ../../nbs/lib/train/12a_word_table.ipynb #2c27b765
 def train_words_only(model: Model, words: Sequence[str]):
     """Let only the token embeddings of `words` be trained, in place.
 

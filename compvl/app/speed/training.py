@@ -6,15 +6,18 @@
 __all__ = ['COCO_WORDS', 'PEAK_TFLOPS', 'coco_batches', 'pinned', 'clamp_scale', 'CompvlSteps', 'open_clip_optimizer',
            'EpochOfBatches', 'OpenClipSteps', 'ThreeEncodingsSteps', 'copy_of', 'exact_convolutions', 'gradients_of',
            'gradient_difference', 'check_gradients', 'TimedSteps', 'peak_tflops', 'compare_steps', 'runnable',
-           'random_start', 'train_step', 'hp_hn_step']
+           'random_start', 'train_step', 'hp_hn_step', 'MicroSteps', 'product_peak', 'micro_step']
 
 # %% ../../../nbs/lib/app/speed/04_training.ipynb #fd2c710d
 import math
 import random
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,12 +30,15 @@ from tqdm import tqdm
 from .programs import bench, check_same, seconds_of, threads
 from .text import stand_in_captions
 from ...core import CompvlError
+from ...microworld.datasets import FinetuneSet
 from ...models.clip import Model, create_model
+from ...models.layouts import TOKEN_EMBEDDING
 from ...train.batches import Collate
-from ...train.config import TrainConfig
+from ...train.config import TrainConfig, computes_bf16
 from ...train.optimizer import make_optimizer
 from ...train.step import Towers, backward_loss
 from ...train.terms import Features, total_loss
+from ...train.word_table import train_words_only
 
 # %% ../../../nbs/lib/app/speed/04_training.ipynb #f34d3143
 COCO_WORDS = {  # words -> how many of 40 captions of COCO's val2014 have so many
@@ -359,8 +365,8 @@ def compare_steps(
 
 # %% ../../../nbs/lib/app/speed/04_training.ipynb #c8134486
 def runnable(config: TrainConfig, model: Model) -> TrainConfig:
-    """A config that the device of the model can run fast: no bf16 on a CPU."""
-    if model.device.type == "cpu" and config.precision == "bf16":
+    """A config that the device of the model can run fast: no bf16 on a CPU not made for it."""
+    if config.precision == "bf16" and not computes_bf16(model.device.type):
         return replace(config, precision="fp32")
     return config
 
@@ -408,3 +414,92 @@ def hp_hn_step(
     clip, config = random_start("hp+hn", model, device, seed, **options)
     ways = {"three encodings": ThreeEncodingsSteps, "compvl": CompvlSteps}
     return {**compare_steps(ways, clip, config, steps, seed), "required": 2.0}
+
+# %% ../../../nbs/lib/app/speed/04_training.ipynb #e89cdd14
+class MicroSteps(CompvlSteps):
+    """Training steps on the microworld, with some of what makes them fast left out."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: TrainConfig,
+        words: list[str] | None = None,  # None: all token embeddings are trained
+        fused: bool = False,  # whether attention is torch's fused kernel
+    ):
+        if words is not None:
+            train_words_only(model, words)
+        super().__init__(model, config)
+        self.fused = fused
+
+    def __call__(self, batches):
+        plain = nullcontext()
+        fused = patch("compvl.train.step.attention_kernel", lambda device: nullcontext())
+        with fused if self.fused else plain:
+            super().__call__(batches)
+
+
+def product_peak(precision: str, device: torch.device, size: int = 2048, times: int = 8) -> float:
+    """What a product of two square matrices reaches, in 10¹² operations a second: the best of some.
+
+    `precision`: `fp32` or `bf16`."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    factor = torch.randn(size, size, device=device).to(dtype)
+    seconds = [seconds_of(torch.matmul, factor, factor, device=device) for _ in range(times)]
+    return 2 * size**3 / min(seconds) / 1e12
+
+# %% ../../../nbs/lib/app/speed/04_training.ipynb #2ee5ab1f
+@bench("micro-step")
+def micro_step(
+    batch_size: int = 128,
+    steps: int = 16,
+    method: str = "hn",
+    model: str = "micro-clip",
+    device: str | None = None,  # None: CUDA where present
+    seed: int = 0,
+) -> dict:
+    """A step on the microworld's captions by what makes it fast, and its share of the peak."""
+    # Longer than 40 lines: the signature; a table of four ways, and what each is.
+    clip, config = random_start(method, model, device, seed, batch_size=batch_size)
+    data = FinetuneSet(4 * batch_size, seed, image_size=clip.image_size)
+    batches = [data.batch(range(k * batch_size, (k + 1) * batch_size)) for k in range(4)]
+    fp32 = replace(config, precision="fp32")
+    fast = replace(config, precision="bf16") if computes_bf16(clip.device.type) else fp32
+    ways = {
+        "plain": (partial(MicroSteps, fused=True), fp32),
+        "words of the data only": (partial(MicroSteps, words=data.words, fused=True), fp32),
+        "attention by products": (partial(MicroSteps, words=data.words), fp32),
+        "bf16": (partial(MicroSteps, words=data.words), fast),
+    }
+    whole, _ = gradients_of(ways["plain"][0], clip, fp32, batches[0])
+    whole[TOKEN_EMBEDDING] = whole[TOKEN_EMBEDDING][clip.tokenizer(data.words).unique()]
+    cut, tflop = gradients_of(ways["attention by products"][0], clip, fp32, batches[0])
+    difference = gradient_difference(whole, cut)
+    check_gradients(difference)
+    timed = {name: TimedSteps(way, clip, used, batches) for name, (way, used) in ways.items()}
+    for done in tqdm(range(0, steps, len(batches)), desc="turns", leave=False):
+        for way in timed.values():
+            way.take_turn(steps - done)
+    rows = []
+    for name, way in timed.items():
+        precision = ways[name][1].precision
+        peak = product_peak(precision, clip.device)
+        rows.append(
+            {
+                "way": name,
+                "precision": precision,
+                "seconds a step": way.seconds,
+                "samples a second": batch_size / way.seconds,
+                "TFLOP/s": tflop / way.seconds,
+                "TFLOP/s of a product": peak,
+                "share of that, %": 100 * tflop / way.seconds / peak,
+            }
+        )
+    cuda = clip.device.type == "cuda"
+    place = torch.cuda.get_device_name() if cuda else f"cpu, {threads()}"
+    return dict(
+        what=f"{steps} steps of {batch_size}, {model}, {method}, {tflop:.3f} TFLOP each, {place}",
+        rows=rows,
+        ratio=timed["plain"].seconds / timed["bf16"].seconds,
+        difference=difference,
+        required=1.5,
+    )
