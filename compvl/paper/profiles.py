@@ -27,10 +27,10 @@ class Profile:
     train: dict  # fields of `TrainConfig` of every training run; `model`: where every row starts
     root: str | None = None  # folder of the downloads; None in the microworld
     recipes: bool = False  # whether each row is trained by its own recipe (`RECIPES`)
-    n_items: int | None = 1000  # items of each benchmark; None: all, here and below
+    n_items: int | None = 2000  # items of each benchmark; None: all, here and below
     n_retrieval: int | None = 1000  # images of a retrieval benchmark
     n_classification: int | None = 1000  # items of a classification benchmark
-    n_kind: int | None = 400  # items of each part of a benchmark whose parts are reported apart
+    n_kind: int | None = 1000  # items of each part of a benchmark whose parts are reported apart
     n_boot: int = 1000  # resamples of the bootstrap intervals
     seeds: tuple[int, ...] = (0,)  # seeds of the training runs
     n_pretrain: int | None = 100_000  # pairs that the microworld's base sees; None: not ours
@@ -149,7 +149,9 @@ _SMOKE_PROFILE = Profile(
 _MICRO_FULL_PROFILE = Profile(
     "micro-full",
     train=_MICRO_FULL,
-    n_kind=1000,
+    n_items=5000,
+    n_classification=5000,
+    n_kind=2500,
     n_boot=2000,
     seeds=(0, 1, 2, 3, 4),
     base_seeds=(0, 1, 2),
