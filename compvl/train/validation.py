@@ -97,7 +97,9 @@ class ValidationFile:
     def __init__(self, path: Path, start: int):
         self.path = path
         self.table = pd.DataFrame(columns=list(VALIDATION_COLUMNS))
-        if start and path.exists():
+        if not start:
+            path.unlink(missing_ok=True)  # of a run that starts over
+        elif path.exists():
             kept = pd.read_csv(path)
             self.table = kept[kept.step <= start]
 
