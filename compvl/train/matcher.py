@@ -23,6 +23,7 @@ from .batches import step_indices
 from .config import computes_bf16
 from .matching import matching_losses
 from .optimizer import learning_rate
+from .step import attention_kernel
 from .steps import Trainee, check_batch, ship_run, train_steps
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #a7109cc6
@@ -120,7 +121,7 @@ class _MatcherTraining:
             group["lr"] = lr
         images = self.model.normalize(batch["images"])
         tokens = self.tokenizer(batch["caption"]).to(self.device)
-        with self.autocast():
+        with self.autocast(), attention_kernel(self.device):
             losses = matching_losses(self.net, images, tokens, cfg.mask_share, cfg.even)
         loss = sum(losses.values())
         self.optimizer.zero_grad()
