@@ -25,10 +25,11 @@ from .terms import Features, active_terms, attributable, needed, total_loss
 
 # %% ../../nbs/lib/train/07_step.ipynb #4e0d29bb
 def attention_kernel(device: torch.device):
-    """The context in which the towers run: on a CPU with attention as plain matrix products.
+    """The context of a forward and backward pass: on a CPU, attention is plain matrix products.
 
     Torch's fused kernel saves memory on long sequences. On the short ones of captions and small
-    pictures it is slower, most of all in bf16 (`compvl bench`)."""
+    pictures it is slower, most of all in bf16 (`compvl bench`). The backward pass belongs to it,
+    since activation checkpointing computes the forward pass again there."""
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
 
 # %% ../../nbs/lib/train/07_step.ipynb #cf1a0886
@@ -56,17 +57,16 @@ class Towers(nn.Module):
         """Image features [B, D] and text features [M, D], as unit vectors; the scale; where the
         attribution takes a text pass, that of the captions, float [B, L], with gradient, else None;
         with a teacher L_SDS of images and captions, else None."""
-        with attention_kernel(images.device):
-            image_features = self.model.encode_image(images)
-            scale = self.clip.logit_scale.exp()
-            captions = tokens[: len(image_features)]
-            token_attributions = None
-            if attribution in (None, "perturbation"):
-                text_features = self.model.encode_text(tokens)
-            else:
-                token_attributions, text_features = self._attribute(
-                    image_features, tokens, attribution, scale
-                )
+        image_features = self.model.encode_image(images)
+        scale = self.clip.logit_scale.exp()
+        captions = tokens[: len(image_features)]
+        token_attributions = None
+        if attribution in (None, "perturbation"):
+            text_features = self.model.encode_text(tokens)
+        else:
+            token_attributions, text_features = self._attribute(
+                image_features, tokens, attribution, scale
+            )
         distillation = None
         if self.head:
             unnormalised = image_features * image_features.shape[1] ** 0.5
@@ -330,8 +330,9 @@ def backward_loss(
 
     With `config.chunk_size`, in chunks of so many items. Gradients of weights are exchanged between
     processes once, with the last chunk; features, and their gradients, at each call."""
-    if config.chunk_size and config.chunk_size < len(batch["images"]):
-        return ChunkedBackward(accelerator, towers, model, batch, config).run()
-    loss, logged = batch_loss(towers, model, batch, config)
-    accelerator.backward(loss)
+    with attention_kernel(model.device):
+        if config.chunk_size and config.chunk_size < len(batch["images"]):
+            return ChunkedBackward(accelerator, towers, model, batch, config).run()
+        loss, logged = batch_loss(towers, model, batch, config)
+        accelerator.backward(loss)
     return loss.detach(), logged

@@ -16,7 +16,7 @@ from ..core import CompvlError, atomic_write
 from ..evaluate.engine import evaluate
 from .batches import Collate, Steps, stream_batches
 from .config import TrainConfig
-from .step import Towers, batch_loss
+from .step import Towers, attention_kernel, batch_loss
 
 # %% ../../nbs/lib/train/13a_validation.ipynb #fd16326f
 VALIDATION_COLUMNS = ("step", "benchmark", "group", "metric", "value")
@@ -78,10 +78,12 @@ class Validation:
     def losses(self, towers: Towers) -> dict[str, float]:
         """The loss and its terms, before their weights: means over the batches."""
         torch.manual_seed(0)  # of what terms draw; a training step has its own seed
+        model = towers.model
         rows = []
         for batch in self.batches:
-            with torch.set_grad_enabled("objects" in batch):  # attribution takes gradients
-                loss, logged = batch_loss(towers, towers.model, batch, self.config)
+            needs_gradients = "objects" in batch  # attribution does
+            with attention_kernel(model.device), torch.set_grad_enabled(needs_gradients):
+                loss, logged = batch_loss(towers, model, batch, self.config)
             parts = {"loss": loss, **logged}
             names = [name for name in parts if not name.startswith(("with_", "logit_scale"))]
             rows.append(torch.stack([parts[name].detach().float() for name in names]))
