@@ -8,6 +8,7 @@ __all__ = ['FRAMES', 'FRAME_WEIGHTS', 'DETERMINERS', 'PLAIN_WORDS', 'DETERMINER_
            'clear_relations', 'places_of', 'plain_phrase', 'CaptionStyle', 'noun_phrase', 'caption']
 
 # %% ../../nbs/lib/microworld/07_captions.ipynb #61696949
+import itertools
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -111,10 +112,10 @@ def places_of(scene: Scene, i: int) -> list[str]:
     x = scene.objects[i].x
     y = scene.objects[i].y
     fits = {
-        "top": y < 0.3,
-        "bottom": y > 0.7,
-        "left side": x < 0.3,
-        "right side": x > 0.7,
+        "top": y < 0.35,
+        "bottom": y > 0.65,
+        "left side": x < 0.35,
+        "right side": x > 0.65,
         "middle": 0.4 < x < 0.6 and 0.4 < y < 0.6,
     }
     names = lexicon().values["place"]
@@ -164,25 +165,31 @@ class CaptionStyle:
     """How much of a scene captions mention."""
 
     attributes: dict[str, float]  # chance that an attribute is mentioned, by family
+    of_several: float  # its multiple in captions of several objects
     behind_noun: float  # chance that an adjective is behind its noun
-    count_weights: tuple[int, int, int]  # of one, two and three objects
+    count_weights: tuple[int, int]  # of two and of three objects, where a scene has several
     relation: float  # chance of a relation between two objects
+    place: float  # chance that it is said where in the picture an object alone is
     varied_determiners: bool  # whether determiners vary, or are all *a*
 
 
 STYLES = {
     "web": CaptionStyle(
         attributes=dict(color=0.6, size=0.4, pattern=0.4, state=0.4, action=0.4),
+        of_several=0.35,
         behind_noun=0.06,
-        count_weights=(4, 5, 1),
-        relation=0.15,
+        count_weights=(7, 3),
+        relation=0.05,
+        place=0.35,
         varied_determiners=True,
     ),
     "coco": CaptionStyle(
-        attributes=dict(color=0.9, size=0.5, pattern=0.5, state=0.6, action=0.6),
+        attributes=dict(color=0.22, size=0.16, pattern=0.16, state=0.2, action=0.2),
+        of_several=1.0,
         behind_noun=0.03,
-        count_weights=(1, 7, 2),
-        relation=0.65,
+        count_weights=(8, 2),
+        relation=0.99,
+        place=1.0,
         varied_determiners=False,
     ),
 }
@@ -208,22 +215,36 @@ def noun_phrase(
     return NP(i, tuple(adjs), described.object, noun, det, post)
 
 # %% ../../nbs/lib/microworld/07_captions.ipynb #7f0ef1e0
-def _draw_objects(scene: Scene, style: CaptionStyle, rng: random.Random) -> list[int]:
-    """The objects that a caption mentions, often the two of the drawn relation."""
+def _related_pair(scene: Scene, rng: random.Random) -> list[int]:
+    """Two objects between which a relation clearly holds, often the drawn one."""
+    if scene.relation >= 0 and rng.random() < 0.6:
+        return [0, 1]
+    pairs = list(itertools.permutations(range(len(scene.objects)), 2))
+    rng.shuffle(pairs)
+    return list(next(pair for pair in pairs if clear_relations(scene, *pair)))
+
+
+def _draw_objects(
+    scene: Scene, style: CaptionStyle, is_related: bool, rng: random.Random
+) -> list[int]:
+    """The objects that a caption mentions, the first two with a relation if `is_related`."""
     n = len(scene.objects)
-    count = min(n, rng.choices((1, 2, 3), style.count_weights)[0])
-    chosen = rng.sample(range(n), count)
-    if count >= 2 and scene.relation >= 0 and rng.random() < 0.6:
-        return list(range(count))
-    return chosen
+    if n == 1:
+        return [0]
+    count = min(n, rng.choices((2, 3), style.count_weights)[0])
+    if not is_related:
+        return rng.sample(range(n), count)
+    first = _related_pair(scene, rng)
+    others = [i for i in range(n) if i not in first]
+    return first + rng.sample(others, count - 2)
 
 
 def _draw_relation(scene: Scene, i: int, j: int, rng: random.Random) -> int:
-    """A relation that clearly holds from object `i` to `j`, often the drawn one; -1 for none."""
+    """A relation that clearly holds from object `i` to object `j`, often the drawn one."""
     clear = clear_relations(scene, i, j)
     if scene.relation in clear and rng.random() < 0.7:
-        clear = [scene.relation]
-    return rng.choice(clear) if clear else -1
+        return scene.relation
+    return rng.choice(clear)
 
 # %% ../../nbs/lib/microworld/07_captions.ipynb #86b74c69
 def caption(scene: Scene, rng: random.Random, style: str = "web") -> Caption:
@@ -232,17 +253,17 @@ def caption(scene: Scene, rng: random.Random, style: str = "web") -> Caption:
     det = "a"
     if manner.varied_determiners:
         det = rng.choices(DETERMINERS, DETERMINER_WEIGHTS)[0]
-    chosen = _draw_objects(scene, manner, rng)
-    phrases = [
-        noun_phrase(scene, i, rng, manner.attributes, det, manner.behind_noun) for i in chosen
-    ]
+    is_related = len(scene.objects) > 1 and rng.random() < manner.relation
+    chosen = _draw_objects(scene, manner, is_related, rng)
+    shares = manner.attributes
+    if len(chosen) > 1:
+        shares = {family: share * manner.of_several for family, share in shares.items()}
+    phrases = [noun_phrase(scene, i, rng, shares, det, manner.behind_noun) for i in chosen]
     made = Caption(tuple(phrases), frame=rng.choices(FRAMES, FRAME_WEIGHTS)[0])
-    if len(chosen) > 1 and rng.random() < manner.relation:
+    if is_related:
         relation = _draw_relation(scene, *chosen[:2], rng)
-        if relation >= 0:
-            link = lexicon().word("relation", relation, rng)
-            made = replace(made, relation=relation, link=link)
-    elif len(chosen) == 1 and rng.random() < 0.35:
+        made = replace(made, relation=relation, link=lexicon().word("relation", relation, rng))
+    elif len(chosen) == 1 and rng.random() < manner.place:
         places = places_of(scene, chosen[0])
         if places:
             made = replace(made, place=rng.choice(places))

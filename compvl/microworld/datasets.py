@@ -6,6 +6,7 @@
 __all__ = ['SceneImages', 'PretrainSet', 'FinetuneSet']
 
 # %% ../../nbs/lib/microworld/13_datasets.ipynb #0f39126e
+import itertools
 import random
 from collections.abc import Sequence
 from copy import copy
@@ -17,24 +18,34 @@ from ..core import CompvlError, pick
 from .captions import PLAIN_WORDS, Caption, caption
 from .dense_captions import expansion, region_captions
 from .render import render
-from .scenes import Scene, scenes
+from .scenes import BLOCK_SIZE, Scene, scenes
 from .supervision import make_supervision
 from .vocabulary import lexicon
 
 # %% ../../nbs/lib/microworld/13_datasets.ipynb #ea4eb281
 class SceneImages:
-    """The first n scenes of a split, painted on demand and kept as bytes."""
+    """The first n scenes of a split, painted on demand and kept as bytes.
 
-    def __init__(self, split: str, n: int, seed: int, size: int):
+    `several`: only scenes of several objects."""
+
+    def __init__(self, split: str, n: int, seed: int, size: int, several: bool = False):
         self.split = split
         self.n = n
         self.seed = seed
         self.size = size
+        self.several = several
 
     @cached_property
     def scenes(self) -> list[Scene]:
         """All scenes, drawn at first use."""
-        return scenes(self.split, self.n, self.seed)
+        if not self.several:
+            return scenes(self.split, self.n, self.seed)
+        found = []
+        for block in itertools.count():
+            drawn = scenes(self.split, BLOCK_SIZE, self.seed, start=block * BLOCK_SIZE)
+            found += [scene for scene in drawn if len(scene.objects) > 1]
+            if len(found) >= self.n:
+                return found[: self.n]
 
     @cached_property
     def _pixels(self) -> torch.Tensor:
@@ -59,14 +70,15 @@ class SceneImages:
 
 
 @lru_cache(maxsize=2)
-def _shared_images(split: str, n: int, seed: int, size: int) -> SceneImages:
-    return SceneImages(split, n, seed, size)
+def _shared_images(split: str, n: int, seed: int, size: int, several: bool) -> SceneImages:
+    return SceneImages(split, n, seed, size, several)
 
 # %% ../../nbs/lib/microworld/13_datasets.ipynb #0eff85c6
 class PretrainSet:
     """n pairs of a scene and a true caption, which is new in each epoch."""
 
     style = "web"
+    several = False  # whether each scene has several objects
 
     def __init__(
         self,
@@ -82,7 +94,7 @@ class PretrainSet:
         self.split = split
         self.full = full
         self.epoch = 0
-        self.images = _shared_images(split, n, seed, image_size)
+        self.images = _shared_images(split, n, seed, image_size, self.several)
 
     def __len__(self) -> int:
         return self.n
@@ -98,7 +110,7 @@ class PretrainSet:
         other.n = n
         other.split = "val"
         other.epoch = 0
-        other.images = _shared_images("val", n, self.seed, self.image_size)
+        other.images = _shared_images("val", n, self.seed, self.image_size, self.several)
         return other
 
     def set_epoch(self, epoch: int):
@@ -153,6 +165,7 @@ class FinetuneSet(PretrainSet):
     kind, and for options that do not go together."""
 
     style = "coco"
+    several = True
 
     def __init__(  # noqa: PLR0917 # options are given by name
         self,

@@ -14,7 +14,7 @@ from .vocabulary import CONTENT_FIELDS, RELATIONS, lexicon
 # %% ../../nbs/lib/microworld/03_sampling.ipynb #43b9460a
 ZIPF_EXPONENTS = dict(object=0.5, color=0.4)
 SHARES_WITHOUT_VALUE = dict(size=0.5, pattern=0.55, state=0.65, action=0.6)
-RADII = (0.145, 0.095, 0.2)  # by size: none (middle), small, large; as a share of the image's side
+RADII = (0.19, 0.125, 0.25)  # by size: none (middle), small, large; as a share of the image's side
 
 
 def zipf_shares(n: int, exponent: float) -> np.ndarray:
@@ -45,9 +45,9 @@ def draw_values(
     return np.where(without_value, 0, rng.integers(1, n_values + 1, shape))
 
 # %% ../../nbs/lib/microworld/03_sampling.ipynb #f7d13f85
-_OBJECT_COUNT_SHARES = (0.1, 0.35, 0.35, 0.2)  # of one to four objects
+_OBJECT_COUNT_SHARES = (0.15, 0.45, 0.4)  # of one to three objects
 _SHARE_WITH_RELATION = 0.7
-_MOST_OBJECTS = 4
+_MOST_OBJECTS = 3
 _FROM_POSITIONS = [RELATIONS[name] for name in ("left", "right", "above", "below", "near")]
 _CONTACTS = [RELATIONS[name] for name in ("in", "on", "behind", "in front of")]
 
@@ -72,17 +72,40 @@ def _fit_contents(world: dict[str, np.ndarray]):
     world["action"][watching, 0] = 0  # its eyes look at the other object
 
 # %% ../../nbs/lib/microworld/03_sampling.ipynb #301dd7a2
-def draw_positions(
-    n: int, n_objects: int, jitter: float, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """x and y of objects in different cells of a 3 x 3 grid, each [n, n_objects].
+_CELL_CENTRES = np.array([0.27, 0.73])  # of rows and of columns
 
-    Objects are up to `jitter` off the centres of their cells.
-    """
-    cells = np.argsort(rng.random((n, 9)), 1)[:, :n_objects]
-    x = (cells % 3) * 0.3 + 0.2 + rng.uniform(-jitter, jitter, cells.shape)
-    y = (cells // 3) * 0.3 + 0.2 + rng.uniform(-jitter, jitter, cells.shape)
+
+def draw_positions(
+    n: int, jitter: float, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """x and y of three objects in different cells of a 2 x 2 grid, each [n, 3].
+
+    The first two are in neighbouring cells. Objects are up to `jitter` off the centres of their
+    cells."""
+    column = rng.integers(0, 2, n)
+    row = rng.integers(0, 2, n)
+    side_by_side = rng.integers(0, 2, n).astype(bool)
+    second_column = np.where(side_by_side, 1 - column, column)
+    second_row = np.where(side_by_side, row, 1 - row)
+    opposite_first = rng.integers(0, 2, n).astype(bool)  # the third is opposite one of them
+    third_column = 1 - np.where(opposite_first, column, second_column)
+    third_row = 1 - np.where(opposite_first, row, second_row)
+    columns = np.stack([column, second_column, third_column], 1)
+    rows = np.stack([row, second_row, third_row], 1)
+    x = _CELL_CENTRES[columns] + rng.uniform(-jitter, jitter, columns.shape)
+    y = _CELL_CENTRES[rows] + rng.uniform(-jitter, jitter, rows.shape)
     return x, y
+
+# %% ../../nbs/lib/microworld/03_sampling.ipynb #2a81ba3f
+_JITTER = 0.05
+_SHARE_IN_THE_MIDDLE = 0.2  # of objects that are alone
+
+
+def _move_to_the_middle(x: np.ndarray, y: np.ndarray, counts: np.ndarray, rng: np.random.Generator):
+    """Move some of the objects that are alone to the middle of the picture, in place."""
+    moved = (counts == 1) & (rng.random(len(counts)) < _SHARE_IN_THE_MIDDLE)
+    x[moved, 0] = 0.5 + rng.uniform(-_JITTER, _JITTER, moved.sum())
+    y[moved, 0] = 0.5 + rng.uniform(-_JITTER, _JITTER, moved.sum())
 
 # %% ../../nbs/lib/microworld/03_sampling.ipynb #60a3877b
 def _move_together(
@@ -97,19 +120,20 @@ def _move_together(
     x[inside, 0] = x[inside, 1]
     y[inside, 0] = y[inside, 1]
     on = relation == RELATIONS["on"]
-    y[on, 1] = np.maximum(y[on, 1], 0.58)
+    stacked = 0.9 * (radius[on, 0] + radius[on, 1])  # distance of their centres
+    y[on, 1] = np.maximum(y[on, 1], 0.02 + radius[on, 0] + stacked)
     x[on, 0] = x[on, 1]
-    y[on, 0] = y[on, 1] - 0.9 * (radius[on, 0] + radius[on, 1])
+    y[on, 0] = y[on, 1] - stacked
     covering = np.isin(relation, [RELATIONS["behind"], RELATIONS["in front of"]])
     angle = rng.uniform(0, 2 * np.pi, len(relation))
-    x[covering, 0] = np.clip(x[covering, 1] + 0.15 * np.cos(angle[covering]), 0.15, 0.85)
-    y[covering, 0] = np.clip(y[covering, 1] + 0.15 * np.sin(angle[covering]), 0.15, 0.85)
-    hidden = covering & (np.hypot(x[:, 0] - x[:, 1], y[:, 0] - y[:, 1]) < 0.1)
-    x[hidden, 0] += np.where(x[hidden, 1] > 0.5, -0.15, 0.15)
+    x[covering, 0] = np.clip(x[covering, 1] + 0.2 * np.cos(angle[covering]), 0.2, 0.8)
+    y[covering, 0] = np.clip(y[covering, 1] + 0.2 * np.sin(angle[covering]), 0.2, 0.8)
+    hidden = covering & (np.hypot(x[:, 0] - x[:, 1], y[:, 0] - y[:, 1]) < 0.13)
+    x[hidden, 0] += np.where(x[hidden, 1] > 0.5, -0.2, 0.2)
 
 # %% ../../nbs/lib/microworld/03_sampling.ipynb #52cbde07
 def _present(counts: np.ndarray, relation: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which objects each scene contains, bool [n, 4].
+    """Which objects each scene contains, bool [n, 3].
 
     These are the first `counts`, without bystanders in the way of a contact.
     """
@@ -118,7 +142,7 @@ def _present(counts: np.ndarray, relation: np.ndarray, x: np.ndarray, y: np.ndar
     for k in range(2, _MOST_OBJECTS):
         to_first = np.hypot(x[:, k] - x[:, 0], y[:, k] - y[:, 0])
         to_second = np.hypot(x[:, k] - x[:, 1], y[:, k] - y[:, 1])
-        in_the_way = np.minimum(to_first, to_second) < 0.27
+        in_the_way = np.minimum(to_first, to_second) < 0.35
         present[:, k] &= ~(contact & in_the_way)
     return present
 
@@ -126,13 +150,16 @@ def _present(counts: np.ndarray, relation: np.ndarray, x: np.ndarray, y: np.ndar
 def sample_worlds(n: int, rng: np.random.Generator, single: bool = False) -> dict[str, np.ndarray]:
     """n random scenes as arrays.
 
-    The fields of an object (those of `CONTENT_FIELDS`, x, y and r) have shape [n, 4], and
-    `present` [n, 4] says which of the four a scene contains; `relation` (-1: none) and
+    The fields of an object (those of `CONTENT_FIELDS`, x, y and r) have shape [n, 3], and
+    `present` [n, 3] says which of the three a scene contains; `relation` (-1: none) and
     `background` (grey level) have shape [n]. `single`: one object each."""
-    counts = np.ones(n, int) if single else rng.choice(4, n, p=_OBJECT_COUNT_SHARES) + 1
+    counts = np.ones(n, int)
+    if not single:
+        counts = rng.choice(_MOST_OBJECTS, n, p=_OBJECT_COUNT_SHARES) + 1
     world = {family: draw_values(family, (n, _MOST_OBJECTS), rng) for family in CONTENT_FIELDS}
     relation = world["relation"] = _draw_relations(counts, rng)
-    x, y = draw_positions(n, _MOST_OBJECTS, 0.04, rng)
+    x, y = draw_positions(n, _JITTER, rng)
+    _move_to_the_middle(x, y, counts, rng)
     _fit_contents(world)
     radius = np.array(RADII)[world["size"]]
     _move_together(x, y, radius, relation, rng)

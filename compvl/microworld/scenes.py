@@ -7,6 +7,7 @@ __all__ = ['BLOCK_SIZE', 'Obj', 'Scene', 'relation_truth', 'scenes', 'content_co
 
 # %% ../../nbs/lib/microworld/06_scenes.ipynb #ead29c79
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -80,22 +81,22 @@ def _direction_truth(name: str, dx: float, dy: float) -> int:
     """Truth of a direction, where the first object lies (dx, dy) from the second."""
     directions = {"left": (-dx, dy), "right": (dx, dy), "above": (-dy, dx), "below": (dy, dx)}
     along, across = directions[name]
-    if along > 0.15 and along > 1.5 * abs(across):
+    if along > 0.2 and along > 1.5 * abs(across):
         return 1
     return -1 if along <= 0.02 else 0
 
 
 def _on_truth(dx: float, dy: float) -> int:
     """Truth of *on* where it was not drawn: undecided where the picture looks like it."""
-    return 0 if abs(dx) < 0.15 and -0.45 < dy < 0 else -1
+    return 0 if abs(dx) < 0.2 and -0.5 < dy < 0 else -1
 
 
 def _nearness_truth(dx: float, dy: float) -> int:
     """Truth of *near*, where the first object lies (dx, dy) from the second."""
-    distance = max(abs(dx), abs(dy))
-    if distance < 0.38:
+    distance = math.hypot(dx, dy)
+    if distance < 0.52:
         return 1
-    return -1 if distance > 0.5 else 0
+    return -1 if distance > 0.6 else 0
 
 # %% ../../nbs/lib/microworld/06_scenes.ipynb #2ea93549
 def relation_truth(scene: Scene, relation: int, i: int, j: int) -> int:

@@ -27,14 +27,14 @@ class Profile:
     train: dict  # fields of `TrainConfig` of every training run; `model`: where every row starts
     root: str | None = None  # folder of the downloads; None in the microworld
     recipes: bool = False  # whether each row is trained by its own recipe (`RECIPES`)
-    n_items: int | None = 1000  # items of each benchmark; None: all, here and below
+    n_items: int | None = 2000  # items of each benchmark; None: all, here and below
     n_retrieval: int | None = 1000  # images of a retrieval benchmark
     n_classification: int | None = 1000  # items of a classification benchmark
-    n_kind: int | None = 400  # items of each part of a benchmark whose parts are reported apart
+    n_kind: int | None = 1000  # items of each part of a benchmark whose parts are reported apart
     n_boot: int = 1000  # resamples of the bootstrap intervals
     seeds: tuple[int, ...] = (0,)  # seeds of the training runs
-    n_pretrain: int | None = 60_000  # pairs that the microworld's base sees; None: not ours
-    pretrain_steps: int | None = 1600  # steps of its pretraining; None: not ours
+    n_pretrain: int | None = 100_000  # pairs that the microworld's base sees; None: not ours
+    pretrain_steps: int | None = 3000  # steps of its pretraining; None: not ours
     base_seeds: tuple[int, ...] = (0,)  # seeds of pretraining, where bases are compared
 
     @property
@@ -111,15 +111,25 @@ _MICRO = dict(
     pretrained="base",
     data="microworld",
     n_train=12_000,
-    steps=120,
+    steps=400,
     batch_size=128,
-    lr=1e-3,
-    warmup=20,
+    lr=5e-4,
+    warmup=50,
     weight_decay=0.2,
-    precision="fp32",
+    precision="auto",
+    validate_every=40,
+    n_validation=1000,
 )
-_SMOKE = _MICRO | dict(n_train=128, steps=4, batch_size=32, warmup=1)
-_MICRO_FULL = _MICRO | dict(n_train=24_000, steps=300, warmup=40)
+_SMOKE = _MICRO | dict(
+    n_train=128,
+    steps=4,
+    batch_size=32,
+    warmup=1,
+    precision="fp32",
+    validate_every=2,
+    n_validation=32,
+)
+_MICRO_FULL = _MICRO | dict(n_train=24_000, steps=1500, warmup=100, validate_every=150)
 # What a row's recipe leaves open is as in NegCLIP's, but for the method, which is the row's.
 _PAPER = {key: value for key, value in RECIPES["negclip"].items() if key != "method"}
 _PAPER["precision"] = "bf16"
@@ -139,7 +149,9 @@ _SMOKE_PROFILE = Profile(
 _MICRO_FULL_PROFILE = Profile(
     "micro-full",
     train=_MICRO_FULL,
-    n_kind=1000,
+    n_items=5000,
+    n_classification=5000,
+    n_kind=2500,
     n_boot=2000,
     seeds=(0, 1, 2, 3, 4),
     base_seeds=(0, 1, 2),

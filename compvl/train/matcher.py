@@ -20,14 +20,16 @@ from ..models.clip import create_model
 from ..models.matcher import Matcher, as_model
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
 from .batches import step_indices
+from .config import computes_bf16
 from .matching import matching_losses
 from .optimizer import learning_rate
+from .step import attention_kernel
 from .steps import Trainee, check_batch, ship_run, train_steps
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #a7109cc6
 @dataclass(frozen=True)
 class MatcherConfig:
-    """How a cross-encoder of the microworld is trained, in float32.
+    """How a cross-encoder of the microworld is trained, in bf16 where the device is made for it.
 
     Raises CompvlError for impossible values."""
 
@@ -102,6 +104,10 @@ class _MatcherTraining:
             groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True
         )
 
+    def autocast(self):
+        """The context of a forward pass, in bf16 where the device is made for it."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=computes_bf16())
+
     def step(self, step: int) -> dict:
         """Take step `step`, counted from 0; returns what is logged of it."""
         cfg = self.cfg
@@ -115,7 +121,8 @@ class _MatcherTraining:
             group["lr"] = lr
         images = self.model.normalize(batch["images"])
         tokens = self.tokenizer(batch["caption"]).to(self.device)
-        losses = matching_losses(self.net, images, tokens, cfg.mask_share, cfg.even)
+        with self.autocast(), attention_kernel(self.device):
+            losses = matching_losses(self.net, images, tokens, cfg.mask_share, cfg.even)
         loss = sum(losses.values())
         self.optimizer.zero_grad()
         loss.backward()

@@ -123,8 +123,8 @@ def _vtab_color(request: Request) -> Loaded:
 
 @counterpart("vtab-count", task="classification")
 def _vtab_count(request: Request) -> Loaded:
-    """How many objects there are, one to four."""
-    classes = ["one object", "two objects", "three objects", "four objects"]
+    """How many objects there are, one to three."""
+    classes = ["one object", "two objects", "three objects"]
     templates = ("{}", "a picture of {}", "a photo of {}", "{} in the picture")
     stream = scene_stream(request)
     return _classified(request, classes, templates, lambda scene: len(scene.objects) - 1, stream)
@@ -139,7 +139,8 @@ def _vtab_position(request: Request) -> Loaded:
         fitting = places_of(scene, 0)
         return places.index(fitting[0]) if len(fitting) == 1 else None
 
-    return _classified(request, places, [f"the {noun} {{}}" for noun in _COMMON_NOUNS], label)
+    templates = [f"the {noun} {{}}" for noun in _COMMON_NOUNS]
+    return _classified(request, places, templates, label, _anywhere(request))
 
 
 @counterpart("vtab-texture", task="classification")

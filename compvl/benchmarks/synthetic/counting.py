@@ -17,7 +17,7 @@ from ..registry import Loaded, Request, counterpart
 from .filling import counterpart_family, endless, fill
 from .phrases import absent_noun
 from ...microworld.captions import FRAMES
-from ...microworld.sampling import RADII, draw_positions, draw_values
+from ...microworld.sampling import draw_values
 from ...microworld.scenes import Obj, Scene
 from ...microworld.splits import splits_of_codes
 from ...microworld.vocabulary import CONTENT_FIELDS, lexicon
@@ -27,6 +27,7 @@ _MOST_OF_NOUN = 6
 _MOST_OTHERS = 2
 _MOST = _MOST_OF_NOUN + _MOST_OTHERS
 _CANDIDATES = 8192  # scenes composed for a block
+_RADII = (0.145, 0.095)  # of objects of middle size and small ones; eight must find room
 Crowd = tuple[Scene, int, int]  # scene, noun, number of objects of that noun
 
 
@@ -47,13 +48,21 @@ def _crowd_codes(counts: np.ndarray, n_others: np.ndarray, codes: np.ndarray) ->
     return codes
 
 
+def _crowd_positions(n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """x and y of eight objects in different cells of a 3 x 3 grid, each [n, 8]."""
+    cells = np.argsort(rng.random((n, 9)), 1)[:, :_MOST]
+    x = (cells % 3) * 0.3 + 0.2 + rng.uniform(-0.03, 0.03, cells.shape)
+    y = (cells // 3) * 0.3 + 0.2 + rng.uniform(-0.03, 0.03, cells.shape)
+    return x, y
+
+
 def _crowd_scene(codes: list, x: list, y: list, background: int) -> Scene:
     """The scene of one content with positions."""
     objects = []
     for content, px, py in zip(codes, x, y, strict=True):
         if content[0] >= 0:
             size = content[CONTENT_FIELDS.index("size")]
-            objects.append(Obj(*content, px, py, RADII[size]))
+            objects.append(Obj(*content, px, py, _RADII[size]))
     return Scene(tuple(objects), -1, background)
 
 # %% ../../../nbs/lib/benchmarks/synthetic/11_counting.ipynb #d0ad5992
@@ -71,7 +80,7 @@ def _crowd_block(split: str, seed: int, number: int) -> list[Crowd]:
     counts = rng.integers(1, _MOST_OF_NOUN + 1, _CANDIDATES)
     n_others = rng.integers(0, _MOST_OTHERS + 1, _CANDIDATES)
     codes = _crowd_codes(counts, n_others, codes)
-    x, y = draw_positions(*shape, 0.03, rng)
+    x, y = _crowd_positions(_CANDIDATES, rng)
     background = rng.integers(200, 245, _CANDIDATES)
     belongs = splits_of_codes(codes, np.full(_CANDIDATES, -1)) == split
     belongs &= (codes[:, _MOST_OF_NOUN:, 0] != noun[:, None]).all(1)
