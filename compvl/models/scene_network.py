@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..core import CompvlError
-from ..microworld.vocabulary import lexicon
 from .clip import register_configs
 from .formats import portable_state, read_metadata, write_weights
 from .weights import weights_digest
@@ -28,13 +27,8 @@ def scene_tokenizer():
 
 
 def scene_vocabulary(data, tokenizer) -> Tensor:
-    """Tokens of the lexicon's words and of captions of `data` (a `PretrainSet`): int64, sorted."""
-    texts = list(lexicon().lookup)
-    texts += [data.texts(i)[0] for i in range(min(len(data), 2000))]
-    parts = []
-    for start in range(0, len(texts), 1000):
-        parts.append(tokenizer(texts[start : start + 1000]).unique())
-    return torch.cat(parts).unique()
+    """Tokens of the words that captions of `data` (a `PretrainSet`) can have: int64, sorted."""
+    return tokenizer(data.words).unique()
 
 # %% ../../nbs/lib/models/12_scene_network.ipynb #e906d4b4
 class SceneText(nn.Module):

@@ -102,7 +102,7 @@ def ship_base(run: Run, folder: Path | None = None):
         words = None
         file = "base"
     else:
-        words = scene_vocabulary(PretrainSet(2000), run.model.tokenizer)
+        words = scene_vocabulary(PretrainSet(1), run.model.tokenizer)
         file = f"models/{name}"
     run.model.save(
         folder / "microworld" / f"{file}.safetensors",
