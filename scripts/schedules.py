@@ -19,7 +19,7 @@ from compvl.core import data_dir, git_commit, runs_dir
 from compvl.paper.convergence import held_out_losses
 from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
-from compvl.paper.runs import run_config
+from compvl.paper.runs import run_config, with_validation
 from compvl.train.loop import train
 
 
@@ -55,7 +55,7 @@ def run_trial(trial: Trial, runs: Path) -> dict:
         validate_every=trial.steps // 10,
     )
     run = train(run_config(row, profile), runs=runs, progress=False)
-    losses = held_out_losses(run.metrics)
+    losses = held_out_losses(with_validation(run.metrics, run.validation))
     return trial._asdict() | losses | dict(run=run.folder.name, commit=git_commit())
 
 
