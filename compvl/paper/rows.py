@@ -133,7 +133,7 @@ def _other_group(label: str, method: str, *kinds: str, options=None, **look) -> 
 def _low_rank(row: Row, recipe: str, microworld_only: str = "") -> Row:
     """The row trained by low-rank updates of the weights."""
     row = row.training(lora_rank=4)
-    return replace(row, rate=5.0, recipe=recipe, microworld_only=microworld_only)
+    return replace(row, rate=25.0, recipe=recipe, microworld_only=microworld_only)
 
 
 _RARE = dict(rare_share=0.3)
