@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 
-from compvl.core import data_dir, git_commit, runs_dir
+from compvl.core import data_dir, read_json, runs_dir
 from compvl.paper.convergence import held_out_losses
 from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
@@ -55,7 +55,8 @@ def run_trial(trial: Trial, runs: Path) -> dict:
     )
     run = train(run_config(row, profile), runs=runs, progress=False)
     losses = held_out_losses(with_validation(run.metrics, run.validation))
-    return trial._asdict() | losses | dict(run=run.folder.name, commit=git_commit())
+    commit = read_json(run.folder / "environment.json")["commit"]
+    return trial._asdict() | losses | dict(run=run.folder.name, commit=commit)
 
 
 def main(processes: int, runs: Path):
