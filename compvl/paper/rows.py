@@ -166,7 +166,7 @@ W_ATTR = {  # weight of L_attr by attribution, chosen on the validation split in
     "attention": 10.0,
     "gradcam": 1.0,
     "perturbation": 1.0,
-    "gradient": 10.0,
+    "gradient": 1.0,
 }
 _CAE_TITLES = {
     "attention": "Attention-Based",
