@@ -33,7 +33,7 @@ class MatcherConfig:
 
     Raises CompvlError for impossible values."""
 
-    n_train: int = 60_000  # scenes of the split `pretrain`, with a new caption in each epoch
+    n_train: int = 100_000  # scenes of the split `pretrain`, with a new caption in each epoch
     steps: int = 4800
     batch_size: int = 128
     lr: float = 1e-3  # peak, after `warmup` steps (at most half of all), then cosine to 0
