@@ -305,6 +305,13 @@ def from_kept(data: dict, source: str, kept: Kept) -> str | None:
     return missing or None
 
 
+def lacks_data(ours: dict, theirs: dict) -> bool:
+    """Whether an output is empty, and the committed one is not: it needs what is not kept."""
+    if "text/html" in ours:
+        return not table_rows(ours["text/html"]) and bool(table_rows(theirs.get("text/html", "")))
+    return not ours.get("text/markdown", "").strip()
+
+
 def profile_shown(cells) -> str | None:
     """The profile that the committed outputs name."""
     for cell in cells:
@@ -344,7 +351,7 @@ class Again:
             self.space |= dict(profile=self.profile, out=self.out)
         self.swap()
         texts = [data for data in found if not (data.get("text/html") or "").startswith("<img")]
-        if len(texts) != len(wanted):
+        if len(texts) != len(wanted) or any(map(lacks_data, texts, wanted)):
             raise NotStored
         return [s for s in map(same, texts, wanted) if s]
 

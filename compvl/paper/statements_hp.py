@@ -83,14 +83,14 @@ def _within_loss(on: str) -> Within:
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #cda4f700
 _LOW_RANK = unless_reproduced(
-    "Our SVLC and DAC are trained by low-rank updates, for the few steps of the other rows: scores "
-    "move and accuracy hardly does, so these rows say little about the published models."
+    "Our finetuning is short: it moves scores more than accuracy, and changes of accuracy are "
+    "smaller than the published ones."
 )
 _SWAP_WORDS = (
     "SWAP adds no rare word, and what hard negatives teach about rare words, which explains "
     "REPLACE here, does not apply to it."
 )
-_SMALL_EFFECT = "With all hard positives and a few hundred steps, the weight changes little here."
+_SMALL_EFFECT = "In so short a finetuning the weight changes little."
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #82ac9484
 _HARD_NEGATIVES = [
@@ -371,9 +371,9 @@ _HP_OTHERS = [
         "the model changes little, SWAP",
         (_within_loss("swap"),),
         why={
-            "not reproduced": "The text tower decides: with one layer of text, or with attention "
-            "in both directions, accuracy is at chance, since plain pairs of this world only "
-            "require a bag of words, and only a causal mask keeps their order."
+            "not reproduced": "Plain pairs of this world only require a bag of words. With one "
+            "layer of text, with attention in both directions, or with an image tower that names "
+            "almost every object, accuracy is at chance or near it."
         },
     ),
     Statement(

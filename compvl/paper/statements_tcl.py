@@ -132,8 +132,7 @@ TCL = [
         (Findings(_ITERATED, ("tcl-2-pairs", "tcl-mix-pairs")),),
         "any",
         why=unless_reproduced(
-            "A second application adds another edit of the same kind in a small language; the "
-            "gain over no hard negatives is due to the first one."
+            "Hard negatives of any number of applications change little in so short a finetuning."
         ),
     ),
     Statement(

@@ -64,7 +64,10 @@ def hard_positive(
     make = POSITIVES[pick(method, POSITIVES, "method of hard positives")]
     rng = random.Random(f"{seed}|{caption}")
     words = shipped_words() if words is None else words
-    return make(caption, rng, words, parsed or parse(caption))
+    made = make(caption, rng, words, parsed or parse(caption))
+    if made.text == caption:  # such as the inverse of "a key next to a key"
+        raise Refused("the same text", caption)
+    return made
 
 # %% ../../nbs/lib/text/08e_hard_positives.ipynb #f9fe2f5c
 Record = Mapping | str | None  # a line of a file of hard negatives or hard positives
