@@ -35,11 +35,13 @@ class Trial(NamedTuple):
 
 _ROWS = ("clip-coco", "hn")
 _SCHEDULES = [(2e-4, 50), (2e-4, 100), (3e-4, 50), (3e-4, 100), (5e-4, 100)]
+_LONG = [2e-4, 3e-4]
 _LOW_RANK = [1.5e-3, 5e-3, 1.5e-2]
 TRIALS = [
     *(Trial(row, "micro", 400, lr, warmup) for lr, warmup in _SCHEDULES for row in _ROWS),
     *(Trial("svlc", "micro", 400, lr, 100) for lr in _LOW_RANK),
-    Trial("clip-coco", "micro-full", 1500, 3e-4, 100),
+    *(Trial(row, "micro-full", 1500, lr, 100) for lr in _LONG for row in _ROWS),
+    *(Trial(row, "micro-full", 2500, lr, 100) for lr in _LONG for row in _ROWS),
 ]
 
 
@@ -60,14 +62,13 @@ def run_trial(trial: Trial, runs: Path) -> dict:
 
 
 def main(processes: int, runs: Path):
-    """Run all trials, and write the table after each."""
-    path = data_dir() / "results/schedules.csv"
+    """Run all trials, and write the table."""
     lines = []
     with ProcessPoolExecutor(processes) as pool:
         for line in pool.map(run_trial, TRIALS, [runs] * len(TRIALS)):
             lines.append(line)
             print(line, flush=True)
-            pd.DataFrame(lines).round(4).to_csv(path, index=False)
+    pd.DataFrame(lines).round(4).to_csv(data_dir() / "results/schedules.csv", index=False)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def _repair(text: str) -> str:
     return html.unescape(html.unescape(ftfy.fix_text(text)))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=2048)  # an entry has kilobytes
 def _pieces(text: str) -> tuple[tuple[int, int, str], ...]:
     """(start, end, repaired text) of the finest pieces of `text` that are repaired on their own."""
     whole = _repair(text)

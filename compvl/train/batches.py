@@ -70,12 +70,13 @@ def group_numbers(ids) -> Tensor:
 
 # %% ../../nbs/lib/train/04_batches.ipynb #4fd35657
 class TokenCache:
-    """A tokenizer that keeps the tokens of every text that it has seen.
+    """A tokenizer that keeps the tokens of the texts that it has seen, up to `most`.
 
     `words`: all words that texts may have. Raises `CompvlError` for a text with another one."""
 
-    def __init__(self, tokenizer, words: Sequence[str] | None = None):
+    def __init__(self, tokenizer, words: Sequence[str] | None = None, most: int = 1 << 17):
         self.tokenizer = tokenizer
+        self.most = most
         self.allowed = None if words is None else tokenizer(list(words)).unique().numpy()
         self.known = {}
         self.length = tokenizer([""]).shape[1]
@@ -83,6 +84,9 @@ class TokenCache:
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """Tokens of texts: int64 [len(texts), length], padded with zeros."""
         new = [text for text in dict.fromkeys(texts) if text not in self.known]
+        if len(self.known) + len(new) > self.most:
+            self.known = {}
+            new = list(dict.fromkeys(texts))
         if new:
             rows = self.tokenizer(new).to(torch.int32).numpy()
             self._check(new, rows)
