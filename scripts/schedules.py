@@ -41,7 +41,6 @@ TRIALS = [
     *(Trial(row, "micro", 400, lr, warmup) for lr, warmup in _SCHEDULES for row in _ROWS),
     *(Trial("svlc", "micro", 400, lr, 100) for lr in _LOW_RANK),
     *(Trial(row, "micro-full", 1500, lr, 100) for lr in _LONG for row in _ROWS),
-    *(Trial(row, "micro-full", 2500, lr, 100) for lr in _LONG for row in _ROWS),
 ]
 
 
