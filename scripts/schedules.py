@@ -4,23 +4,27 @@
 
 The rows and schedules of `TRIALS` are trained with one seed. Nothing else is computed of these
 models: a schedule is chosen by its losses alone (`compvl.paper.convergence`). The script writes
-data/results/schedules.csv, a line for each trial. Runs that are finished are not trained again.
+data/results/schedules.csv, a line for each trial. Trials that have a line there, and runs that are
+finished, are not trained again.
 """
 
 import argparse
-from concurrent.futures import ProcessPoolExecutor
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
-import torch
 
 from compvl.core import data_dir, read_json, runs_dir
 from compvl.paper.convergence import held_out_losses
 from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
 from compvl.paper.runs import run_config, with_validation
-from compvl.train.loop import train
+from compvl.train.config import TrainConfig
+from compvl.train.run import load_run
+from compvl.train.sweep import sweep
+
+TABLE = data_dir() / "results/schedules.csv"
 
 
 class Trial(NamedTuple):
@@ -34,40 +38,56 @@ class Trial(NamedTuple):
 
 
 _ROWS = ("clip-coco", "hn")
-_SCHEDULES = [(2e-4, 50), (2e-4, 100), (3e-4, 50), (3e-4, 100), (5e-4, 100)]
-_LONG = [2e-4, 3e-4]
+_SHORT = [(2e-4, 50), (2e-4, 100), (3e-4, 50), (3e-4, 100), (5e-4, 100)]
+_LONG = [(1500, 2e-4, 100), (1500, 3e-4, 100), (3000, 3e-4, 300), (3000, 5e-4, 500)]
 _LOW_RANK = [1.5e-3, 5e-3, 1.5e-2]
 TRIALS = [
-    *(Trial(row, "micro", 400, lr, warmup) for lr, warmup in _SCHEDULES for row in _ROWS),
+    *(Trial(row, "micro", 400, lr, warmup) for lr, warmup in _SHORT for row in _ROWS),
     *(Trial("svlc", "micro", 400, lr, 100) for lr in _LOW_RANK),
-    *(Trial(row, "micro-full", 1500, lr, 100) for lr in _LONG for row in _ROWS),
+    *(Trial(row, "micro-full", *schedule) for schedule in _LONG for row in _ROWS),
 ]
 
 
-def run_trial(trial: Trial, runs: Path) -> dict:
-    """Train one trial. Returns what is kept of it."""
-    torch.set_num_threads(1)
+def config_of(trial: Trial) -> TrainConfig:
+    """What is trained for a trial."""
     row = ROWS[trial.row].training(validate_on=())
     profile = get_profile(trial.profile).training(
         steps=trial.steps,
         lr=trial.lr / row.rate,
         warmup=trial.warmup,
-        validate_every=trial.steps // 10,
+        validate_every=max(40, trial.steps // 30),
     )
-    run = train(run_config(row, profile), runs=runs, progress=False)
+    return run_config(row, profile)
+
+
+def line_of(trial: Trial, folder: Path) -> dict:
+    """What is kept of the run of a trial."""
+    run = load_run(folder)
     losses = held_out_losses(with_validation(run.metrics, run.validation))
-    commit = read_json(run.folder / "environment.json")["commit"]
-    return trial._asdict() | losses | dict(run=run.folder.name, commit=commit)
+    commit = read_json(folder / "environment.json")["commit"]
+    return trial._asdict() | losses | dict(run=folder.name, commit=commit)
+
+
+def read_lines() -> dict[Trial, dict]:
+    """The lines of the table that is there."""
+    if not TABLE.exists():
+        return {}
+    lines = pd.read_csv(TABLE).to_dict("records")
+    return {Trial(*(line[field] for field in Trial._fields)): line for line in lines}
 
 
 def main(processes: int, runs: Path):
-    """Run all trials, and write the table."""
-    lines = []
-    with ProcessPoolExecutor(processes) as pool:
-        for line in pool.map(run_trial, TRIALS, [runs] * len(TRIALS)):
-            lines.append(line)
-            print(line, flush=True)
-    pd.DataFrame(lines).round(4).to_csv(data_dir() / "results/schedules.csv", index=False)
+    """Train what the table does not have, and write it."""
+    lines = read_lines()
+    missing = [trial for trial in TRIALS if trial not in lines]
+    trained = sweep([config_of(trial) for trial in missing], runs, ["cpu"] * processes)
+    for trial, run, error in zip(missing, trained.run, trained.error, strict=True):
+        if error is None:
+            lines[trial] = line_of(trial, runs / run)
+    table = pd.DataFrame([lines[trial] for trial in TRIALS if trial in lines])
+    table.round(4).to_csv(TABLE, index=False)
+    if len(table) < len(TRIALS):
+        sys.exit(f"{len(TRIALS) - len(table)} trials failed")
 
 
 if __name__ == "__main__":
