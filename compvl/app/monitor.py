@@ -41,13 +41,16 @@ def cell_label(cells: list, i: int) -> str:
 
 # %% ../../nbs/lib/app/08_monitor.ipynb #a85bbc7a
 def _children_mb() -> float:
-    """Resident memory of the processes below this one, in MB."""
+    """Memory of the processes below this one, in MB.
+
+    What processes share, such as libraries, counts once where the system tells (Linux)."""
     import psutil
 
     total = 0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # a process that has just ended
-            total += process.memory_info().rss
+            memory = process.memory_full_info()
+            total += getattr(memory, "pss", memory.rss)
     return total / 1e6
 
 # %% ../../nbs/lib/app/08_monitor.ipynb #df861f7a

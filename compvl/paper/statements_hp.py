@@ -82,7 +82,7 @@ def _within_loss(on: str) -> Within:
     return Within("04_other_models_pairs", where, margin)
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #cda4f700
-_LOW_RANK = unless_reproduced(
+_SHORT_FINETUNING = unless_reproduced(
     "Our finetuning is short: it moves scores more than accuracy, and changes of accuracy are "
     "smaller than the published ones."
 )
@@ -120,7 +120,7 @@ _HARD_NEGATIVES = [
             for key in (*[key for key in _RELEASED if key != "crepe-swap"], "hn")
         ),
         "most",
-        why=_LOW_RANK,
+        why=_SHORT_FINETUNING,
     ),
     Statement(
         "HP4",
@@ -159,7 +159,7 @@ _HARD_NEGATIVES = [
         tuple(
             _change(key, "clip", _REPLACE, "brittleness") for key in ("svlc", "dac-llm", "dac-sam")
         ),
-        why=_LOW_RANK,
+        why=_SHORT_FINETUNING,
     ),
     Statement(
         "HP8",
@@ -177,7 +177,7 @@ _HARD_NEGATIVES = [
         "CLIP on both",
         "paraphrases do not prevent it",
         tuple(_change("svlc+pos", "clip", on, "brittleness") for on in _BOTH),
-        why=_LOW_RANK,
+        why=_SHORT_FINETUNING,
     ),
 ]
 
@@ -242,7 +242,7 @@ _HP_SCORES = [
             ),
         ),
         unit="hundredths",
-        why=_LOW_RANK,
+        why=_SHORT_FINETUNING,
     ),
     Statement(
         "HP16",
@@ -284,7 +284,7 @@ _HP_SCORES = [
         "DAC-LLM: hard positive below",
         (_placed("dac-llm"),),
         unit="hundredths",
-        why=_LOW_RANK,
+        why=_SHORT_FINETUNING,
     ),
 ]
 

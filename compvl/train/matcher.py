@@ -106,7 +106,8 @@ class _MatcherTraining:
 
     def autocast(self):
         """The context of a forward pass, in bf16 where the device is made for it."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=computes_bf16())
+        device = self.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=computes_bf16(device))
 
     def step(self, step: int) -> dict:
         """Take step `step`, counted from 0; returns what is logged of it."""
