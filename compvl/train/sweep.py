@@ -145,7 +145,8 @@ def environment_of(device, threads: int) -> dict:
 
     `device`: 'cpu', an index of CUDA devices, or such as 'cuda:1'. `threads`: on a CPU, unless the
     environment has OMP_NUM_THREADS. There, it keeps the compiled matrix products of few shapes:
-    batches of captions have hundreds of shapes, and all together take 300 MB. Raises `CompvlError` for what is no device."""
+    batches of captions have hundreds of shapes, and all together take 300 MB.
+    Raises `CompvlError` for what is no device."""
     environment = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED}
     if device == "cpu":
         environment.setdefault("OMP_NUM_THREADS", str(threads))
