@@ -31,7 +31,8 @@ class Trial(NamedTuple):
     """A row of the tables with one schedule."""
 
     row: str
-    profile: str  # of the training data
+    profile: str  # where it may be used
+    n_train: int  # scenes
     steps: int
     lr: float  # peak, after `warmup` steps
     warmup: int
@@ -39,11 +40,18 @@ class Trial(NamedTuple):
 
 _ROWS = ("clip-coco", "hn")
 _SHORT = [(2e-4, 50), (2e-4, 100), (3e-4, 50), (3e-4, 100), (5e-4, 100)]
-_LONG = [(1500, 2e-4, 100), (1500, 3e-4, 100), (3000, 3e-4, 300), (3000, 5e-4, 500)]
+_LONG = [
+    (24_000, 1500, 2e-4, 100),
+    (24_000, 1500, 3e-4, 100),
+    (24_000, 3000, 3e-4, 300),
+    (96_000, 1500, 3e-4, 300),
+    (96_000, 3000, 3e-4, 300),
+    (96_000, 3000, 5e-4, 600),
+]
 _LOW_RANK = [1.5e-3, 5e-3, 1.5e-2]
 TRIALS = [
-    *(Trial(row, "micro", 400, lr, warmup) for lr, warmup in _SHORT for row in _ROWS),
-    *(Trial("svlc", "micro", 400, lr, 100) for lr in _LOW_RANK),
+    *(Trial(row, "micro", 12_000, 400, *rate) for rate in _SHORT for row in _ROWS),
+    *(Trial("svlc", "micro", 12_000, 400, rate, 100) for rate in _LOW_RANK),
     *(Trial(row, "micro-full", *schedule) for schedule in _LONG for row in _ROWS),
 ]
 
@@ -52,6 +60,7 @@ def config_of(trial: Trial) -> TrainConfig:
     """What is trained for a trial."""
     row = ROWS[trial.row].training(validate_on=())
     profile = get_profile(trial.profile).training(
+        n_train=trial.n_train,
         steps=trial.steps,
         lr=trial.lr / row.rate,
         warmup=trial.warmup,
