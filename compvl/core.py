@@ -86,10 +86,11 @@ def notebooks_dir() -> Path:
 def committed_results() -> Path:
     """Folder of the committed results that README and index show.
 
-    Those of the profile micro-full where all its notebooks ran, else those of micro.
+    Those of the profile micro-full where its ledger is there, which is made last, else those of
+    micro.
     """
     full = data_dir() / "results" / "micro-full"
-    if (full / "notebooks.json").exists():
+    if (full / "11_claims_ledger.csv").exists():
         return full
     return data_dir() / "results" / "micro"
 
