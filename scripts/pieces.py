@@ -162,7 +162,7 @@ def main():
     folder = options.folder or ROOT / "data/results" / options.profile / "pieces"
     # the processes inherit the environment
     os.environ["COMPVL_PIECES"] = str(folder.absolute())
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // options.processes))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // options.processes)))
 
     todo = plan(get_profile(options.profile))
     known = dict.fromkeys(row.key for row, _, _ in todo)
