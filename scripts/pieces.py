@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from dataclasses import replace
@@ -92,6 +93,17 @@ def make_piece(name, row, seed, by_split):
             res.check()
 
 
+def end_with(parent: int):
+    """End this process when `parent` has ended: a stopped command leaves nothing running."""
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class Workers:
     """Processes that go from piece to piece, each keeping the pictures that it has drawn.
 
@@ -108,7 +120,8 @@ class Workers:
         self.failed = 0
 
     def _start(self):
-        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(1, context, end_with, (os.getpid(),))
 
     def _give_work(self, number):
         if time.perf_counter() >= self.deadline:

@@ -47,13 +47,13 @@ _LONG = [
     (96_000, 1500, 3e-4, 300),
     (96_000, 3000, 3e-4, 300),
     (96_000, 3000, 2e-4, 300),
-    (96_000, 3000, 2.5e-4, 300),
 ]
 _LOW_RANK = [1.5e-3, 5e-3, 1.5e-2]
 TRIALS = [
     *(Trial(row, "micro", 12_000, 400, *rate) for rate in _SHORT for row in _ROWS),
     *(Trial("svlc", "micro", 12_000, 400, rate, 100) for rate in _LOW_RANK),
     *(Trial(row, "micro-full", *schedule) for schedule in _LONG for row in _ROWS),
+    Trial("clip-coco", "micro-full", 96_000, 3000, 2.5e-4, 300),
 ]
 
 

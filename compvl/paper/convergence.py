@@ -19,7 +19,7 @@ MOST_FALL = 2.0  # of any term over the last fifth of the steps, percent
 
 
 def held_out_losses(metrics: pd.DataFrame) -> dict | None:
-    """How a run keeps the two rules; None where nothing was computed on held-out items.
+    """How well a run keeps the two rules; None where nothing was computed on held-out items.
 
     `metrics`: as from `compvl.train.run.Run.metrics`. Keys: rise and fall, as of `convergence`;
     term, which one falls most; steps; the last value of each term, by its name (itc, hn, …)."""

@@ -33,8 +33,8 @@ class Profile:
     n_kind: int | None = 1000  # items of each part of a benchmark whose parts are reported apart
     n_boot: int = 1000  # resamples of the bootstrap intervals
     seeds: tuple[int, ...] = (0,)  # seeds of the training runs
-    n_pretrain: int | None = 100_000  # pairs that the microworld's base sees; None: not ours
-    pretrain_steps: int | None = 3000  # steps of its pretraining; None: not ours
+    n_pretrain: int | None = 100_000  # pairs that the base sees; None: no base of ours
+    pretrain_steps: int | None = 3000  # steps of its pretraining; None: no base of ours
     base_seeds: tuple[int, ...] = (0,)  # seeds of pretraining, where bases are compared
 
     @property
@@ -64,7 +64,7 @@ class Profile:
 
     @property
     def measured(self) -> str:
-        """What its figures are called in tables and figures."""
+        """The label of measured values in tables and plots."""
         return "microworld" if self.data == "microworld" else "this run"
 
     def training(self, **fields) -> "Profile":
@@ -72,12 +72,12 @@ class Profile:
         return replace(self, train=self.train | fields)
 
     def record(self) -> dict:
-        """Its fields and those of its training in one flat dictionary, as results keep them."""
+        """All fields, with those of `train`, in one dictionary; it is saved beside the results."""
         values = vars(self) | self.train
         return {key: values.get(key) for key in _RECORD}
 
     def describe(self) -> str:
-        """Two sentences for a reader."""
+        """A description of the profile in a sentence or two."""
         sentence = (
             f"Profile `{self.name}`: {self.model} from `{self.train['pretrained']}`, finetuned "
             f"{self._length()} on {self._pairs()}, {self._seeds()}; {self._items()} of each "

@@ -188,11 +188,11 @@ def draw_regime(validations: Mapping[int, pd.DataFrame]):
 
 # %% ../../nbs/lib/paper/05a_regime.ipynb #05366023
 def keep_regime(run: Run, folder: Path | None = None, **sizes):
-    """Keep what is required of a base, of the shipped one or of one with another seed.
+    """Save what is required of a base.
 
-    Writes the lines of its seed in `results/base/regime.csv`, with run and commit, and of another
-    seed than 0 its figures over pretraining, `validation-<seed>.csv`, below `folder` (default
-    `data_dir()`). `sizes`: as for `base_figures`."""
+    It replaces the lines of its seed in `results/base/regime.csv`, with run and commit. For seeds
+    other than 0, it also saves the values during pretraining, as `validation-<seed>.csv`. Both are
+    below `folder` (default `data_dir()`). `sizes`: as for `base_figures`."""
     results = Path(folder or data_dir()) / "results" / "base"
     seed = run.config["seed"]
     found = regime(base_figures(run.model, **sizes))
