@@ -40,6 +40,8 @@ def _number_of_items(name: str, profile: Profile) -> int | None:
     """Items of a benchmark in a profile; None: all."""
     entry = REGISTRY[name]
     n = profile.n_items
+    if name == "swap" and n:
+        n *= 2  # as many as REPLACE has in its two parts
     if entry.task == "retrieval":
         n = profile.n_retrieval
     if entry.task == "classification":
