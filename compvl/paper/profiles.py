@@ -27,7 +27,7 @@ class Profile:
     train: dict  # fields of `TrainConfig` of every training run; `model`: where every row starts
     root: str | None = None  # folder of the downloads; None in the microworld
     recipes: bool = False  # whether each row is trained by its own recipe (`RECIPES`)
-    n_items: int | None = 2000  # items of each benchmark, twice as many of SWAP; None: all, here and below
+    n_items: int | None = 2000  # items of each benchmark (SWAP: twice); None: all, as below
     n_retrieval: int | None = 1000  # images of a retrieval benchmark
     n_classification: int | None = 1000  # items of a classification benchmark
     n_kind: int | None = 1000  # items of each part of a benchmark whose parts are reported apart
