@@ -143,7 +143,7 @@ def kind_attributions(
                 counted = {kind: mask & touched for kind, mask in of_rows.items()}
             else:
                 on_device = tokens[rows].to(model.device)
-                attribution = text_attribution(model, of_images, on_device, method, scale=scale)
+                attribution = text_attribution(model, of_images, on_device, method)
                 attribution = attribution.cpu()
                 counted = of_rows
             tables.append(_by_kind(attribution, counted, item=rows.numpy(), method=method))

@@ -64,17 +64,15 @@ class Towers(nn.Module):
         if attribution in (None, "perturbation"):
             text_features = self.model.encode_text(tokens)
         else:
-            token_attributions, text_features = self._attribute(
-                image_features, tokens, attribution, scale
-            )
+            token_attributions, text_features = self._attribute(image_features, tokens, attribution)
         distillation = None
         if self.head:
             unnormalised = image_features * image_features.shape[1] ** 0.5
             distillation = sds_loss(self._teacher[0], self.head, unnormalised, captions)
         return image_features, text_features, scale, token_attributions, distillation
 
-    def _attribute(self, image_features, tokens, attribution, scale):
-        "Attributions of the captions' tokens, and features of all texts."
+    def _attribute(self, image_features, tokens, attribution):
+        "Attributions of the captions' tokens (see `explained_score`), and features of all texts."
         n = len(image_features)
         token_attributions, features = text_attribution(
             self.model,
@@ -83,7 +81,6 @@ class Towers(nn.Module):
             attribution,
             create_graph=True,
             features=True,
-            scale=scale.detach(),
         )
         if len(tokens) > n:
             features = torch.cat([features, self.model.encode_text(tokens[n:])])
