@@ -14,7 +14,7 @@ from typing import Any
 from ..images import image_path
 
 # %% auto #0
-__all__ = ['FIDELITIES', 'Triplet', 'Pair', 'CaptionChoice', 'SetChoice', 'ImageChoice', 'Square', 'RetrievalItem',
+__all__ = ['FIDELITIES', 'Triplet', 'Pair', 'FilePair', 'CaptionChoice', 'SetChoice', 'ImageChoice', 'Square', 'RetrievalItem',
            'ClassificationItem', 'TextPair', 'item_images', 'with_images', 'Benchmark']
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #78192ec3
@@ -39,6 +39,15 @@ class Pair:
     caption: str
     foil: str
     group: str = ""
+
+# %% ../../nbs/lib/benchmarks/01_items.ipynb #1a0a529b
+@dataclass(frozen=True)
+class FilePair(Pair):
+    """A pair that counts by its place in the released files, as in VL-CheckList's own average."""
+
+    file: str = ""  # path of the file
+    entry: int = 0  # number of the entry in the file
+    pair: int = 0  # number of the pair in the entry
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #09c331d3
 @dataclass(frozen=True)
@@ -142,6 +151,7 @@ class Benchmark:
     classes: tuple[str, ...] = ()  # for classification only
     templates: tuple[str, ...] = ()  # for classification only, each with one `{}`
     not_in_macro: tuple[str, ...] = ()  # groups that the macro average leaves out
+    convention: str = ""  # of the published figures, where theirs are not ours; see `CONVENTIONS`
 
     def __len__(self) -> int:
         return len(self.items)

@@ -218,7 +218,9 @@ def load_benchmark(
     else:
         loaded = _from_files(entry, request, split)
     items, where, *about = loaded
-    return Benchmark(name, entry.task, items, where, fidelity, entry.published_n, *about)
+    convention = "" if folder is None else entry.convention
+    published = (fidelity, entry.published_n, *about, convention)
+    return Benchmark(name, entry.task, items, where, *published)
 
 
 def load_benchmarks(

@@ -18,6 +18,7 @@ from ..benchmarks.items import Benchmark, item_images
 from ..benchmarks.loading import load_benchmark, load_benchmarks
 from ..core import CompvlError, config_hash, git_commit, pick
 from .averages import average_figures, averages
+from .conventions import published_figures
 from .kept import Kept
 from .parallel import processes, together
 from .scorers import scorer_of
@@ -105,7 +106,7 @@ COLUMNS = "benchmark group model method seed metric value lo hi n config commit"
 def _benchmark_figures(
     benchmark: Benchmark, scores: pd.DataFrame, outcomes: Mapping, n_boot: int, seed: int
 ) -> pd.DataFrame:
-    """Rows of one benchmark: its figures, coverage, and number of cut captions."""
+    """Rows of one benchmark: its figures, ours and `published`, coverage, and cut captions."""
     n = len(benchmark.items) - len(scores.attrs["skipped"])
     coverage = 100 * n / len(benchmark.items)
     about = pd.DataFrame(
@@ -113,7 +114,9 @@ def _benchmark_figures(
         columns=["group", "metric", "value", "n"],
     )
     measured = figures(outcomes, scores.group, n_boot, seed, benchmark.not_in_macro)
-    return pd.concat([measured, about], ignore_index=True).assign(
+    published = published_figures(benchmark.convention, scores, n_boot, seed)
+    parts = [part for part in (measured, published, about) if len(part)]
+    return pd.concat(parts, ignore_index=True).assign(
         benchmark=benchmark.name, commit=scores.attrs["commit"]
     )
 

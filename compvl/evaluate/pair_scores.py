@@ -72,6 +72,7 @@ class CrossEmbedder:
         self.batch_size = batch_size or 32
         self.fingerprint = scorer.fingerprint()
         self.image_size = getattr(scorer, "image_size", 224)
+        self.match_threshold = getattr(scorer, "match_threshold", None)
         folder = embeddings_folder(cache, self.fingerprint)
         self.store = FeatureStore(folder and folder / "pairs")
         self.image_keys = {}  # image -> key, of those that could be decoded

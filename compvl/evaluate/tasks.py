@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 import pandas as pd
 
+from ..benchmarks.items import FilePair
 from ..core import CompvlError
 from compvl.metrics import (
     classification_ranks,
@@ -116,10 +117,22 @@ class TripletTask(_CaptionsTask):
 
 
 class PairTask(_CaptionsTask):
-    """The caption should score higher than its foil."""
+    """The caption should score higher than its foil.
+
+    Where the scorer says from which score on image and caption match, the table has it as
+    `threshold`; where items say their places in released files, these are `places`."""
 
     columns = ("s_c", "s_f")
     fields = ("caption", "foil")
+    places = ("file", "entry", "pair")
+
+    def score(self, benchmark, scorer):
+        table = super().score(benchmark, scorer)
+        if all(isinstance(item, FilePair) for item in benchmark.items):
+            for name in self.places:
+                table[name] = [getattr(item, name) for item in benchmark.items]
+        threshold = getattr(scorer, "match_threshold", None)
+        return table if threshold is None else table.assign(threshold=threshold)
 
     def outcomes(self, table):
         return _as_series(table, pair_outcomes(table.s_c, table.s_f))
