@@ -96,6 +96,8 @@ def _image_titles(item, row, count: int) -> list[Line]:
         if "s_pos" not in row:
             return [("✓", _PLAIN), ("✗", _PLAIN)]
         return [(f"✓  {row['s_pos']:.3f}", _TRUE), (f"✗  {row['s_neg']:.3f}", _FALSE)]
+    if hasattr(item, "other_images"):
+        return [("✓", _TRUE), *[("✗", _FALSE)] * (count - 1)]
     if count > 1:
         return [("0", _PLAIN), ("1", _PLAIN)]
     return [("", _PLAIN)] * count
