@@ -40,12 +40,25 @@ def register_configs() -> tuple[str, ...]:
     return tuple(open_clip.list_models())
 
 # %% ../../nbs/lib/models/06_clip.ipynb #dc67fc05
+def _context_length(tokenizer: Callable) -> int:
+    """Tokens that a caption may have; of a tokenizer that cuts nothing, more than captions have."""
+    stated = getattr(tokenizer, "context_length", None)
+    if stated:
+        return stated
+    empty = tokenizer([""]).shape[1]
+    if tokenizer(["a b c"]).shape[1] == empty:  # every caption has so many
+        return empty
+    return tokenizer(["a " * 1000]).shape[1]
+
+
 def _cut(tokenizer: Callable, captions: list[str], context: int) -> list[bool]:
     """Whether each caption has more than `context` tokens."""
     if isinstance(tokenizer, SimpleTokenizer):
         return [len(tokenizer.encode(caption)) + 2 > context for caption in captions]
-    short = tokenizer(captions)
     empty = tokenizer([""])[0]
+    if len(empty) < context:  # it pads to the longest caption of a call
+        return [tokenizer([caption]).shape[1] >= context for caption in captions]
+    short = tokenizer(captions)
     try:
         longer = tokenizer(captions, context_length=context + 1)
     except TypeError:
@@ -103,6 +116,11 @@ class Model:
         return size if isinstance(size, int) else size[0]
 
     @property
+    def sees_images(self) -> bool:
+        """Whether it encodes images; a text encoder alone does not."""
+        return True
+
+    @property
     def can_normalize(self) -> bool:
         """Whether `normalize` works: image size, mean and std are known.
 
@@ -112,7 +130,7 @@ class Model:
     @property
     def context_length(self) -> int:
         """Tokens that a caption may have, start and end of text included."""
-        return getattr(self.tokenizer, "context_length", None) or self.tokenizer([""]).shape[1]
+        return _context_length(self.tokenizer)
 
     @property
     def logit_scale(self) -> Tensor:
@@ -139,8 +157,8 @@ class Model:
     def truncated(self, captions: list[str]) -> list[bool]:
         """Which captions are longer than the context, so that the tokenizer cuts them.
 
-        Where a tokenizer does not take `context_length`, a caption that fills the context counts as
-        cut."""
+        Where a tokenizer does not take `context_length`, or pads to the longest caption of a call,
+        a caption that fills the context counts as cut."""
         context = self.context_length
         # Short ASCII captions fit: a token has at least a character, special tokens are at most 4.
         unclear = []
