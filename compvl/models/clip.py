@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..core import CompvlError, data_dir, pick
-from .formats import brief, portable_state, write_weights
+from .formats import DAMAGED, brief, portable_state, write_weights
 from .hub import cached_file, check_hub, check_repository
 from .layouts import TOKEN_EMBEDDING
 from .towers import encode_text
@@ -335,6 +335,9 @@ def _tokenizer(name: str) -> Callable:
     return open_clip.get_tokenizer(name)
 
 # %% ../../nbs/lib/models/06_clip.ipynb #4a5acb18
+_NOT_OPENED = (OSError, RuntimeError, ImportError, ValueError, TypeError, KeyError, *DAMAGED)
+
+
 def create_model(
     name: str = "micro-clip",  # of open_clip, also `hf-hub:ORG/NAME` and `local-dir:FOLDER`
     pretrained: str | Path | None = None,  # weights, see below; None: random ones, or their own
@@ -379,7 +382,7 @@ def create_model(
     try:
         tokenizer = _tokenizer(name)
         clip, preprocess = _build(name, tag, device, computed, own_weights)
-    except (OSError, RuntimeError, ImportError, ValueError, TypeError, KeyError) as error:
+    except _NOT_OPENED as error:
         weights = f" with {pretrained}" if pretrained else ""
         raise CompvlError(f"{name}{weights} could not be opened: {brief(error, None)}") from error
     if state is not None:

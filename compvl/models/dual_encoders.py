@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..core import CompvlError, require
-from .formats import brief
+from .formats import DAMAGED, brief
 from .hub import check_hub
 from .wrap import WrappedModel, wrap_model
 
@@ -66,7 +66,10 @@ def _positions(network: nn.Module) -> int | None:
 def _caption_tokens(network: nn.Module, tokenizer) -> CaptionTokens:
     limits = [_positions(network), tokenizer.model_max_length]
     context = min(limit for limit in limits if limit)
-    return CaptionTokens(tokenizer, context, network.config.model_type not in _UNMASKED)
+    masked = network.config.model_type not in _UNMASKED
+    if not masked:
+        tokenizer.padding_side = "right"  # as in training; some versions of transformers say left
+    return CaptionTokens(tokenizer, context, masked)
 
 # %% ../../nbs/lib/models/07c_dual_encoders.ipynb #1cd53f27
 @dataclass
@@ -216,7 +219,7 @@ def load_dual_encoder(source, device=None, name: str | None = None) -> WrappedMo
     transformers = require("transformers", "transformers")
     try:
         network, report, images, captions = _cached_or_fetched(transformers, source)
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, *DAMAGED) as error:
         raise CompvlError(
             f"{PREFIX}{source} could not be opened ({brief(error, 200)}): it takes config.json, "
             "weights without code of their own, and the processor's files"

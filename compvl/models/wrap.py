@@ -68,15 +68,14 @@ def _check_network(clip, name: str, sees_images: bool):
 def _check_tokenizer(tokenizer: Callable, name: str):
     """Raise CompvlError where a tokenizer does not return what `encode_text` takes."""
     tokens = tokenizer(["a cat", "two dogs on a mat"])
-    right = isinstance(tokens, Tensor) and tokens.ndim == 2 and len(tokens) == 2
-    if right and not tokens.is_floating_point():
-        return
-    found = type(tokens).__name__
+    found = f"a {type(tokens).__name__}"
     if isinstance(tokens, Tensor):
-        found = f"{tokens.dtype} {tuple(tokens.shape)}"
+        if tokens.ndim == 2 and len(tokens) == 2:
+            return
+        found = f"a tensor of shape {tuple(tokens.shape)}"
     raise CompvlError(
-        f"the tokenizer of {name} returns {found} for two captions, and not an int64 tensor with "
-        "two rows: wrap a tokenizer of transformers in a function such as lambda captions: "
+        f"the tokenizer of {name} returns {found} for two captions, and not a tensor with two "
+        "rows: wrap a tokenizer of transformers in a function such as lambda captions: "
         "tokenizer(captions, padding=True, truncation=True, return_tensors='pt')['input_ids']"
     )
 
@@ -96,7 +95,7 @@ def wrap_model(
     (int64 [B, L] -> [B, D]). Without `preprocess` it is a text encoder, which needs `encode_text`
     only and is evaluated on texts alone.
     Raises CompvlError where a method or the weights are missing, and for a tokenizer that does not
-    return a tensor of integers."""
+    return a tensor with a row for each caption."""
     _check_network(clip, name, preprocess is not None)
     _check_tokenizer(tokenizer, name)
     shown_size, shown_mean, shown_std = _read_transform(preprocess)
