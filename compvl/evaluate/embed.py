@@ -88,6 +88,7 @@ class FeatureScores:
     """Scores from unit features, which `images` and `texts` of a subclass compute."""
 
     compares_texts = True  # whether `sentences` works
+    sees_images = True  # whether `pairs`, `ranks` and `class_scores` work
 
     def on(self, device):
         """Context in which the model scores on `device`."""
@@ -142,6 +143,7 @@ class Embedder(FeatureScores):
     ):
         self.model = model
         self.name = model.name
+        self.sees_images = model.sees_images
         self.workers = workers
         self.progress = progress
         self.batch_size = batch_size or _default_batch_size(model)
@@ -205,15 +207,18 @@ class Embedder(FeatureScores):
         return keys, errors
 
     def _text_batches(self, missing: dict[bytes, str]) -> Iterator[Batch]:
-        """This process's batches of captions, the longest captions first."""
+        """This process's batches of captions: of up to 4,096 at a time, the longest first."""
         rank, world = processes()
-        keys = list(missing)
-        parts = [self.model.tokenizer(part) for part in batched(missing.values(), 4096)]
-        tokens = torch.cat(parts)
-        order = (tokens != 0).sum(1).argsort(descending=True, stable=True)
-        for rows in order.split(4 * self.batch_size)[rank::world]:
-            encode = partial(self._encode_tokens, tokens[rows])
-            yield Batch([keys[i] for i in rows], encode, len(rows), {})
+        batches = []
+        for part in batched(missing.items(), 4096):
+            keys = [key for key, _ in part]
+            tokens = self.model.tokenizer([caption for _, caption in part])
+            length = (tokens != tokens[:, -1:]).sum(1)  # without padding, which may be any token
+            order = length.argsort(descending=True, stable=True)
+            for rows in order.split(4 * self.batch_size):
+                encode = partial(self._encode_tokens, tokens[rows])
+                batches.append(Batch([keys[i] for i in rows], encode, len(rows), {}))
+        yield from batches[rank::world]
 
     def _encode_tokens(self, tokens: Tensor) -> Tensor:
         return self.model.encode_text(tokens.to(self.model.device))

@@ -22,7 +22,7 @@ from .conventions import published_figures
 from .kept import Kept
 from .parallel import processes, together
 from .scorers import scorer_of
-from .tasks import TASKS
+from .tasks import TASKS, check_texts_suffice
 from ..metrics import figures
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #6b411321
@@ -63,7 +63,10 @@ def _score(benchmark: Benchmark, scorer, skip_damaged: bool = False) -> pd.DataF
         raise CompvlError(
             f"{benchmark.name} has no items: check the split or the folder that it was loaded from"
         )
-    benchmark, skipped = _readable_part(benchmark, scorer, skip_damaged)
+    check_texts_suffice(benchmark, scorer)
+    skipped = []
+    if scorer.sees_images:
+        benchmark, skipped = _readable_part(benchmark, scorer, skip_damaged)
     scorer.cut.clear()
     table = task.score(benchmark, scorer)
     table.attrs["skipped"] = skipped
@@ -208,11 +211,13 @@ def evaluate(  # noqa: PLR0913  one call has all options of an evaluation
     """Figures of a model on benchmarks, with 95 % bootstrap intervals.
 
     A tidy table with `COLUMNS`, one row a benchmark, group and metric; percentages, except for mean
-    scores and counts. Under `accelerate launch`, once `torch.distributed` is initialised, the
+    scores and counts. Of a model that encodes texts alone, a triplet benchmark has the outcomes of
+    its texts. Under `accelerate launch`, once `torch.distributed` is initialised, the
     processes share the encoding, and each returns the whole table, equal to that of one process.
 
     Raises CompvlError for an unreadable image, an item that lacks a caption, an unknown task or
-    benchmark. All that was encoded until then is in the cache, and finished benchmarks are kept."""
+    benchmark, and a task that needs images where the model encodes texts alone. All that was
+    encoded until then is in the cache, and finished benchmarks are kept."""
     benchmarks = _loaded(benchmarks)
     kept = keep
     if keep and not isinstance(keep, Kept):

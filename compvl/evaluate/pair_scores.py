@@ -56,6 +56,7 @@ class CrossEmbedder:
     the captions that are longer than the context."""
 
     compares_texts = False  # whether `sentences` works
+    sees_images = True
 
     def __init__(
         self,

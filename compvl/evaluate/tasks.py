@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TASKS', 'Task', 'TripletTask', 'PairTask', 'CaptionChoiceTask', 'ImageChoiceTask', 'SquareTask', 'ImageSelectionTask',
-           'RetrievalTask', 'ClassificationTask', 'TextSimilarityTask', 'task_of']
+           'RetrievalTask', 'ClassificationTask', 'TextSimilarityTask', 'check_texts_suffice', 'task_of']
 
 # %% ../../nbs/lib/evaluate/07_tasks.ipynb #d733d946
 from itertools import chain
@@ -29,6 +29,14 @@ class Task:
     """A kind of benchmark: how its items are scored, and what is measured."""
 
     columns: tuple[str, ...]  # of the table of scores, beside `id` and `group`
+    text_columns: tuple[str, ...] = ()  # those that a text encoder alone computes, () for none
+
+    def has_scores(self, table: pd.DataFrame) -> bool:
+        """Whether a table has the columns of this task, or those of its texts alone."""
+        for columns in (self.columns, self.text_columns):
+            if columns and set(columns) <= set(table.columns):
+                return True
+        return False
 
     def score(self, benchmark, scorer) -> pd.DataFrame:
         """Scores of a benchmark's items, one row an item or query: `id`, `group` and `columns`."""
@@ -89,13 +97,16 @@ class TripletTask(_CaptionsTask):
     """The caption and the hard positive should score higher than the hard negative.
 
     Where the scorer compares texts, the table also has the similarities `t_cp`, `t_cn`, `t_pn` of
-    the three texts, and outcomes of the texts alone."""
+    the three texts, and outcomes of the texts alone. Of a text encoder, it has these only."""
 
     columns = ("s_c", "s_n", "s_p")
+    text_columns = ("t_cp", "t_cn", "t_pn")
     fields = ("caption", "hard_negative", "hard_positive")
 
     def score(self, benchmark, scorer):
-        table = super().score(benchmark, scorer)
+        table = _scores_table(benchmark.items)
+        if scorer.sees_images:
+            table = super().score(benchmark, scorer)
         if not scorer.compares_texts:
             return table
         captions, negatives, positives = (_values(benchmark, field) for field in self.fields)
@@ -107,12 +118,16 @@ class TripletTask(_CaptionsTask):
         )
 
     def outcomes(self, table):
-        found = triplet_outcomes(table.s_c, table.s_n, table.s_p)
-        if {"t_cp", "t_cn", "t_pn"} <= set(table.columns):
+        found = {}
+        if set(self.columns) <= set(table.columns):
+            found |= triplet_outcomes(table.s_c, table.s_n, table.s_p)
+        if set(self.text_columns) <= set(table.columns):
             found |= text_only_outcomes(table.t_cp, table.t_cn, table.t_pn)
         return _as_series(table, found)
 
     def margin(self, table):
+        if "s_c" not in table:
+            return table.t_cp - table[["t_cn", "t_pn"]].max(axis=1)
         return table[["s_c", "s_p"]].min(axis=1) - table.s_n
 
 
@@ -356,6 +371,7 @@ class TextSimilarityTask(Task):
     """Cosines of sentences should agree with people's scores (`gold`)."""
 
     columns = ("cosine", "gold")
+    text_columns = columns
 
     def score(self, benchmark, scorer):
         first = _values(benchmark, "sentence_1")
@@ -386,10 +402,21 @@ TASKS: dict[str, Task] = {
 }
 
 
+def check_texts_suffice(benchmark, scorer):
+    """Raise CompvlError where a benchmark needs images and a scorer encodes texts alone."""
+    if scorer.sees_images or TASKS[benchmark.task].text_columns:
+        return
+    possible = [name for name, task in TASKS.items() if task.text_columns]
+    raise CompvlError(
+        f"{benchmark.name}: the task {benchmark.task} needs images, and {scorer.name} encodes "
+        f"texts alone: leave it out (a text encoder is evaluated on {' and '.join(possible)})"
+    )
+
+
 def task_of(table: pd.DataFrame) -> Task:
     """The task whose columns a table of scores has. Raises CompvlError where there is none."""
     for task in TASKS.values():
-        if set(task.columns) <= set(table.columns):
+        if task.has_scores(table):
             return task
     known = "; ".join(f"{name} ({', '.join(task.columns)})" for name, task in TASKS.items())
     raise CompvlError(

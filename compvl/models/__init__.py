@@ -14,6 +14,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "clip": ["Model", "create_model"],
         "wrap": ["wrap_model"],
+        "texts": ["wrap_text_encoder"],
+        "dual_encoders": ["load_dual_encoder"],
         "weights": ["load_weights", "read_weights"],
         "releases": ["ZOO", "ZooEntry"],
         "zoo": ["load_zoo", "open_model", "zoo_table"],

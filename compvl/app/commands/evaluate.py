@@ -75,6 +75,27 @@ def _start_weights(name: str) -> str:
     return "base"
 
 
+def _name_and_weights(spec: str) -> tuple[str, str]:
+    """The parts of NAME:WEIGHTS; a repository or a folder names no weights, and has a colon."""
+    from compvl.models.zoo import has_own_weights
+
+    if has_own_weights(spec):
+        return spec, ""
+    name, _, weights = spec.partition(":")
+    return name, weights
+
+
+def _check_pretrained(specs: list[str], pretrained: str | None) -> None:
+    """Raise `CompvlError` where `--pretrained` is meant for no model."""
+    from compvl.models.zoo import has_own_weights
+
+    if pretrained and all(has_own_weights(spec) for spec in specs):
+        raise CompvlError(
+            f"--pretrained {pretrained} is for models that name no weights, and "
+            f"{' and '.join(specs)} have their own: leave it out"
+        )
+
+
 def _open_model(
     name: str,
     pretrained: str | None,
@@ -88,7 +109,10 @@ def _open_model(
     """
     from compvl.models.releases import ZOO
     from compvl.models.scorers import open_scorer
+    from compvl.models.zoo import has_own_weights
 
+    if has_own_weights(name):
+        return open_scorer(name, None, root, device, activation)
     if name.lower() not in ZOO and not pretrained:
         pretrained = _start_weights(name)
     weights = None if pretrained == "random" else pretrained
@@ -138,7 +162,9 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
         list[str],
         typer.Option(
             help="An open_clip model name, micro-clip, or a name of the zoo (compvl models); "
-            "NAME:WEIGHTS names its weights. May be repeated: all are compared with the first."
+            "NAME:WEIGHTS names its weights. A repository or a folder with its weights is "
+            "hf-hub:ORG/NAME, local-dir:FOLDER (of open_clip) or transformers:ID_OR_FOLDER. "
+            "May be repeated: all are compared with the first."
         ),
     ] = ("micro-clip",),
     pretrained: Annotated[
@@ -243,12 +269,13 @@ side by side with paired differences. Under `accelerate launch` the processes sh
     for name in model:
         if model.count(name) > 1:
             raise CompvlError(f"--model {name} is given more than once.")
+    _check_pretrained(model, pretrained)
     folders = {} if no_cache else _cache_folders(cache or cache_dir(), keep_pixels)
     is_first_process = int(os.environ.get("RANK", 0)) == 0
     tables = []
     scores = {}
     for spec in model:
-        name, _, weights = spec.partition(":")
+        name, weights = _name_and_weights(spec)
         df, scores[spec] = evaluate(
             _open_model(name, weights or pretrained, root, device, activation),
             benchmarks,
