@@ -100,12 +100,17 @@ class _Aligned(NamedTuple):
 
 
 def _aligned(a: pd.DataFrame, b: pd.DataFrame) -> _Aligned:
-    """Raises CompvlError where the tables are of different tasks or different items."""
-    if list(a.columns) != list(b.columns):
+    """Both tables with the columns that both have.
+
+    Raises CompvlError where they are of different tasks or different items."""
+    if task_of(a) is not task_of(b):
         raise CompvlError(
             f"the scores are of other tasks: {', '.join(a.columns)} and {', '.join(b.columns)}; "
             "compare those of one benchmark"
         )
+    shared = [column for column in a if column in b]
+    a = a[shared]
+    b = b[shared]
     key = [name for name in ("direction", "id") if name in a]
     a = a.sort_values(key, ignore_index=True)
     b = b.sort_values(key, ignore_index=True)
