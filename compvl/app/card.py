@@ -39,6 +39,8 @@ from ..core import atomic_write, environment
 _CARD_STYLE = """
  figcaption { font-size: .875rem; color: #333; overflow-wrap: anywhere }
  small { color: #555; white-space: nowrap }
+ .compvl .left { text-align: left }
+ .compvl tbody tr:not(.group) th { font-weight: normal; border-bottom-color: #e3e3e3 }
  .side { display: flex; flex-wrap: wrap; gap: 1rem }
  .side figure { margin: .5rem 0; flex: 1 1 20rem; min-width: 0 }
  .failures { display: grid; gap: 1rem;
@@ -65,6 +67,13 @@ def _section(key: str, title: str, *body: str) -> str:
     if not text:
         return ""
     return f'<section id="{key}">\n<h2>{html.escape(title)}</h2>\n{text}\n</section>'
+
+
+def _name(evaluations: Sequence[Evaluation]) -> str:
+    """What the page is about, for its title."""
+    if len(evaluations) == 1:
+        return evaluations[0].title
+    return f"{len(evaluations)} models"
 
 
 def _versions(evaluations: Sequence[Evaluation], env: Mapping) -> str:
@@ -135,9 +144,7 @@ def card_html(
 ) -> str:
     """The report as HTML. `evaluations` were made with `explain`."""
     env = environment()
-    titles = [evaluation.title for evaluation in evaluations]
-    title = html.escape(f"Evaluation of {', '.join(titles)}")
-    by_group = figures_table(evaluations, by_group=True)
+    title = html.escape(f"Evaluation of {_name(evaluations)}")
     retrieval = retrieval_table(evaluations) or "<p>No retrieval benchmark was evaluated.</p>"
     sections = [
         _section("models", "Models", models_table(evaluations), _failed(failures)),
@@ -145,11 +152,11 @@ def card_html(
         _section("figures", "All benchmarks", figures_table(evaluations), cut_note(evaluations)),
         _section("differences", "Differences", _differences(differences)),
         _section("brittleness", "Brittleness by group", brittleness_html(evaluations)),
-        _section("groups", "Figures by group", by_group),
         _section("failures", "Worst failures", _all_failures(evaluations, benchmarks)),
         _section("attribution", "Attribution by kind of word", attribution_html(evaluations)),
         _section("retrieval", "Retrieval", retrieval),
         _section("cost", "Cost", _cost(evaluations)),
+        _section("groups", "Figures by group", figures_table(evaluations, by_group=True)),
     ]
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">

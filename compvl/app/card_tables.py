@@ -36,12 +36,15 @@ def models_table(evaluations: Sequence[Evaluation]) -> str:
 
 # %% ../../nbs/lib/app/06c_card_tables.ipynb #4d41d325
 _ABOUT = ("coverage", "cut", *COUNT_METRICS)  # metrics that are columns or sentences of their own
-_WHOLE = ("all", "macro")
+_TITLES = METRIC_TITLES | dict(
+    text_only_acc="texts alone, original accuracy",
+    text_only_acc_both="texts alone, augmented accuracy",
+)
 
 
 def metric_title(metric: str) -> str:
     """A metric as tables name it."""
-    return METRIC_TITLES.get(metric, metric.replace("_", " "))
+    return _TITLES.get(metric, metric.replace("_", " "))
 
 
 def with_interval(value: float, lo: float, hi: float) -> Html:
@@ -56,11 +59,17 @@ def _by_place(figures: pd.DataFrame) -> dict[tuple[str, str, str], object]:
     return {(row.benchmark, row.group, row.metric): row for row in figures.itertuples()}
 
 
+def _is_whole(table: pd.DataFrame) -> pd.Series:
+    """Which rows are of whole benchmarks, and of averages over several benchmarks."""
+    with_items = set(table.benchmark[table.group == "all"])
+    is_average = (table.group == "macro") & ~table.benchmark.isin(with_items)
+    return (table.group == "all") | is_average
+
+
 def _shown(figures: pd.DataFrame, by_group: bool) -> list[tuple[str, str, str]]:
     """Places of the figures in one of the two tables."""
     hidden = figures.metric.isin(_ABOUT) | figures.metric.isin(("mean_c", "mean_n", "mean_p"))
-    is_whole = figures.group.isin(_WHOLE)
-    rows = figures[~hidden & (is_whole != by_group)]
+    rows = figures[~hidden & (_is_whole(figures) != by_group)]
     return list(zip(rows.benchmark, rows.group, rows.metric, strict=True))
 
 
@@ -69,7 +78,7 @@ def _row_title(group: str, metric: str) -> str:
     if group == "all":
         return metric_title(metric)
     if group == "macro":
-        return f"{metric_title(metric)}, macro average"
+        return f"macro average: {metric_title(metric)}"
     return f"{group}: {metric_title(metric)}"
 
 # %% ../../nbs/lib/app/06c_card_tables.ipynb #058b1145
@@ -147,7 +156,7 @@ def _difference_cell(row) -> Html:
 def differences_table(differences: pd.DataFrame) -> str:
     """Paired differences of models from the first one (`compare_models`), of whole benchmarks."""
     hidden = differences.metric.isin(("mean_c", "mean_n", "mean_p"))
-    shown = differences[~hidden & differences.group.isin(_WHOLE)]
+    shown = differences[~hidden & _is_whole(differences)]
     cells = {}
     for row in shown.itertuples():
         title = _row_title(row.group, row.metric)

@@ -133,6 +133,8 @@ def open_checkpoint(checkpoint: Checkpoint, root: Path | None = None, device: st
     `root`: folder of the downloads. Raises `CompvlError` if weights are needed but not named, and
     as `compvl.models.scorers.open_scorer` does.
     """
+    import torch
+
     from compvl.models.releases import ZOO
     from compvl.models.scorers import open_scorer
 
@@ -141,4 +143,6 @@ def open_checkpoint(checkpoint: Checkpoint, root: Path | None = None, device: st
         weights = _default_weights(checkpoint.name)
     if weights == "random":
         weights = None
-    return open_scorer(checkpoint.name, weights, root, device, checkpoint.activation)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return open_scorer(checkpoint.name, weights, root, device, checkpoint.activation)
