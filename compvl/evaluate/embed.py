@@ -6,6 +6,7 @@
 __all__ = ['inference', 'Batch', 'FeatureScores', 'Embedder']
 
 # %% ../../nbs/lib/evaluate/04_embed.ipynb #9a123808
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -129,8 +130,8 @@ class Embedder(FeatureScores):
     """Features of images and captions, each distinct one encoded once.
 
     The model must not change while the embedder is in use. `encoded` counts the images and texts
-    that this embedder encoded; `cut` holds the requested captions that are longer than the
-    model's context."""
+    that this embedder encoded, and `seconds` the time that each of the two took, with the decoding
+    of images; `cut` holds the requested captions that are longer than the model's context."""
 
     def __init__(
         self,
@@ -154,6 +155,7 @@ class Embedder(FeatureScores):
         self.text_store = FeatureStore(folder and folder / "texts")
         self.image_keys = {}  # image -> key, of those that could be read
         self.encoded = Counter(images=0, texts=0)
+        self.seconds = Counter(images=0.0, texts=0.0)
         self.cut = set()
 
     def texts(self, captions: Sequence[str], desc: str = "captions") -> Tensor:
@@ -266,6 +268,7 @@ class Embedder(FeatureScores):
         hidden = not self.progress or not total or processes()[0] > 0
         bar = tqdm(total=total, desc=desc, unit=f" {kind[:-1]}", disable=hidden, leave=False)
         errors = {}
+        started = time.monotonic()
         encoded = _encoded(batches, kind, self.model.device, self.batch_size)
         try:
             for keys, features, n, batch_errors in together(encoded):
@@ -277,4 +280,5 @@ class Embedder(FeatureScores):
         finally:
             store.flush()
             bar.close()
+            self.seconds[kind] += time.monotonic() - started
         return errors
