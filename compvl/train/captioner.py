@@ -77,7 +77,7 @@ def held_out_losses(
         words += int(tokens.argmax(1).sum())
     return {"held_out": with_image / words, "held_out_blank": without / words}
 
-# %% ../../nbs/lib/train/13b_captioner.ipynb #ea072592
+# %% ../../nbs/lib/train/13b_captioner.ipynb #4bea31ef
 @dataclass(frozen=True)
 class CaptionerConfig:
     """How a captioner of the microworld is trained, in bf16 where the device is made for it.
@@ -85,7 +85,7 @@ class CaptionerConfig:
     Raises CompvlError for impossible values."""
 
     n_train: int = 100_000  # scenes of the split `pretrain`, with a new caption in each epoch
-    steps: int = 4800
+    steps: int = 3000
     batch_size: int = 128
     lr: float = 1e-3  # peak, after `warmup` steps (at most half of all), then cosine to 0
     warmup: int = 150
