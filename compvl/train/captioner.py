@@ -77,7 +77,7 @@ def held_out_losses(
         words += int(tokens.argmax(1).sum())
     return {"held_out": with_image / words, "held_out_blank": without / words}
 
-# %% ../../nbs/lib/train/13b_captioner.ipynb #4bea31ef
+# %% ../../nbs/lib/train/13b_captioner.ipynb #9cc0b840
 @dataclass(frozen=True)
 class CaptionerConfig:
     """How a captioner of the microworld is trained, in bf16 where the device is made for it.
@@ -85,7 +85,7 @@ class CaptionerConfig:
     Raises CompvlError for impossible values."""
 
     n_train: int = 100_000  # scenes of the split `pretrain`, with a new caption in each epoch
-    steps: int = 3000
+    steps: int = 1500
     batch_size: int = 128
     lr: float = 1e-3  # peak, after `warmup` steps (at most half of all), then cosine to 0
     warmup: int = 150
@@ -96,7 +96,7 @@ class CaptionerConfig:
     image_tower: str | None = "base"  # weights of micro-CLIP to start from, None for random ones
     width: int = 96  # these sizes as for `Captioner`
     layers: int = 4
-    validate_every: int = 600  # steps; on held-out scenes, and after the last step
+    validate_every: int = 300  # steps; on held-out scenes, and after the last step
     n_validation: int = 1000
     seed: int = 0
 
