@@ -240,7 +240,7 @@ def _check_model(model, processor, name: str):
     if processor.tokenizer.eos_token_id is None:
         raise CompvlError(f"the tokenizer of {name} has no end of text: set its eos_token")
 
-# %% ../../nbs/lib/models/14c_vqa.ipynb #8fa68843
+# %% ../../nbs/lib/models/14c_vqa.ipynb #f49cfe91
 def _read(transformers, source: str, local: bool) -> tuple:
     """Model, loading report and processor of a folder or hub id; `local`: of the cache only.
 
@@ -267,7 +267,7 @@ def _cached_or_fetched(transformers, source: str) -> tuple:
     except OSError:
         if Path(source).is_dir():
             raise
-    check_hub(source, source, {"hf_hub": source}, "give their folder")
+    check_hub("this model", source, {"hf_hub": source}, "give their folder")
     return _read(transformers, source, False)
 
 

@@ -77,7 +77,7 @@ def held_out_losses(
         words += int(tokens.argmax(1).sum())
     return {"held_out": with_image / words, "held_out_blank": without / words}
 
-# %% ../../nbs/lib/train/13b_captioner.ipynb #9cc0b840
+# %% ../../nbs/lib/train/13b_captioner.ipynb #83cb43cf
 @dataclass(frozen=True)
 class CaptionerConfig:
     """How a captioner of the microworld is trained, in bf16 where the device is made for it.
@@ -99,6 +99,7 @@ class CaptionerConfig:
     validate_every: int = 300  # steps; on held-out scenes, and after the last step
     n_validation: int = 1000
     seed: int = 0
+    prior: bool = False  # of the scores, as for `CaptionScorer`: the run is the same
 
     def __post_init__(self):
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -113,12 +114,19 @@ class CaptionerConfig:
                 f"width={self.width} does not divide into 4 heads: give a multiple of 4"
             )
 
-# %% ../../nbs/lib/train/13b_captioner.ipynb #6811e660
+# %% ../../nbs/lib/train/13b_captioner.ipynb #53bb8ac3
+def _training_fields(cfg: CaptionerConfig) -> dict:
+    """The fields of a config on which its training depends."""
+    fields = asdict(cfg)
+    del fields["prior"]
+    return fields
+
+
 def captioner_name(cfg: CaptionerConfig) -> str:
     """The name of a config's run folder; nothing is trained.
 
     Raises CompvlError where its image tower cannot be opened."""
-    identity = asdict(cfg)
+    identity = _training_fields(cfg)
     identity["train_data"] = load_train_data("pretrain", cfg.n_train).describe()
     if cfg.image_tower:
         identity["image_tower"] = create_model("micro-clip", cfg.image_tower, "cpu").fingerprint()
@@ -189,7 +197,7 @@ class _CaptionerTraining:
         losses = held_out_losses(self.net, cfg.n_validation)
         return {name: torch.tensor(loss) for name, loss in losses.items()}
 
-# %% ../../nbs/lib/train/13b_captioner.ipynb #c7230278
+# %% ../../nbs/lib/train/13b_captioner.ipynb #7f7779c8
 def train_captioner(
     cfg: CaptionerConfig = CaptionerConfig(),
     runs=None,  # folder of all runs, default `runs_dir()`
@@ -211,7 +219,7 @@ def train_captioner(
     def build() -> Trainee:
         training = _CaptionerTraining(cfg, data, scene_tokenizer(), device)
         net = training.net
-        about = asdict(cfg)
+        about = _training_fields(cfg)
         about["train_data"] = data.describe()
         about["vocabulary"] = len(net.text.vocabulary)
         about["parameters"] = sum(parameter.numel() for parameter in net.parameters())

@@ -138,7 +138,9 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
         list[str],
         typer.Option(
             help="An open_clip model name, micro-clip, or a name of the zoo (compvl models); "
-            "NAME:WEIGHTS names its weights. May be repeated: all are compared with the first."
+            "NAME:WEIGHTS names its weights. vqa:MODEL, caption:MODEL and gain:MODEL score with a "
+            "generative model of transformers, a folder or a hub id. May be repeated: all are "
+            "compared with the first."
         ),
     ] = ("micro-clip",),
     pretrained: Annotated[
