@@ -22,7 +22,9 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "pairs": ["PairScorer"],
         "blip": ["BlipITM", "load_cross_encoder"],
         "scorers": ["open_scorer"],
+        "vqa": ["VQAScorer", "load_generative"],
         "matcher": ["Matcher", "MatchingScorer", "load_matcher"],
+        "captioner": ["Captioner", "CaptionScorer", "load_captioner"],
         "diffusion": ["Diffusion", "load_diffusion"],
     },
 )

@@ -38,6 +38,11 @@ class Row:
         return self.source == "pretrained" and self.base in ("", "micro-clip")
 
     @property
+    def scores_pairs(self) -> bool:
+        """Whether its model only scores an image with a caption, and has no features of either."""
+        return self.base.startswith(("micro-xvlm", "micro-captioner"))
+
+    @property
     def method(self) -> str:
         """The method of its training, one of `compvl.train.config.METHODS`."""
         return self.train.get("method", TrainConfig.method)
@@ -252,6 +257,8 @@ _RESNET = ("micro-clip-rn", "clip-rn50")
 _BIDIR = ("micro-clip-bidir", "laion2b-roberta-vit-b-32")
 _MIX = ("micro-clip-mix", "datacomp-vit-b-32")
 _XVLM = ("micro-xvlm", "xvlm-16m")
+_GENERATIVE = "generative models (not in the published table)"
+_GAIN = "Captioner: generative, without prior"
 _RELATIVES = [
     _relative("clip-small", _SMALL, "sizes", "micro-clip-small", "", color="#56B4E9", marker="v"),
     _relative("vit-b-16", "ViT-B/16: smaller patches", "sizes", *_P8, color="#0072B2", marker="s"),
@@ -263,6 +270,24 @@ _RELATIVES = [
     _relative("datacomp", _DATACOMP, "pretraining data", *_MIX, color="#009E73", marker="D"),
     _relative(
         "xvlm", "XVLM-16M: cross-encoder", "cross-encoders", *_XVLM, color="#D55E00", marker="*"
+    ),
+    _relative(
+        "generative",
+        "Captioner: generative",
+        _GENERATIVE,
+        "micro-captioner",
+        "",
+        color="#8b5a2b",
+        marker="<",
+    ),
+    _relative(
+        "generative-gain",
+        _GAIN,
+        _GENERATIVE,
+        "micro-captioner-gain",
+        "",
+        color="#888888",
+        marker=">",
     ),
 ]
 

@@ -17,7 +17,7 @@ from compvl.paper.statements import (
     figure_at,
     unless_reproduced,
 )
-from .table_rows import HP_TABLE1, HP_TABLE8
+from .table_rows import GENERATIVE, HP_TABLE1, HP_TABLE8
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #3e125fa0
 _BRITTLENESS = "01_brittleness_findings"
@@ -31,7 +31,8 @@ _BOTH = (_REPLACE, _SWAP)
 _LABELS = {row.key: row.label for row in HP_TABLE1}
 # The models of other groups
 _RELEASED = ("negclip", "crepe-swap", "crepe-replace", "svlc", "svlc+pos", "dac-llm", "dac-sam")
-_PRETRAINED = [row.key for row in HP_TABLE8 if row.source == "pretrained"]
+# The models that HP's Table 8 speaks of; generative ones are not among them.
+_PRETRAINED = [row.key for row in HP_TABLE8 if row.source == "pretrained" and row not in GENERATIVE]
 
 
 def _on_both(claim: str) -> tuple[str, str]:
