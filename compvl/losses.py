@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['gather_features', 'count_rows', 'itc_loss', 'hard_negative_loss', 'analogy_loss', 'attribution_loss', 'bag_loss',
            'bag_negative_loss', 'sigmoid_loss', 'sigmoid_pair_loss', 'softmax_bias', 'calibrated_negative_loss',
-           'intra_modal_loss', 'rank_loss', 'lead_of']
+           'intra_modal_loss', 'rank_loss', 'lead_of', 'unit_loss']
 
 # %% ../nbs/lib/04_losses.ipynb #5cc28a5b
 import torch
@@ -422,3 +422,37 @@ def lead_of(
     leads = gather_features(_leads(images, captions, negatives, scale))
     present = gather_features(mask)
     return (leads * present).sum(0) / present.sum(0).clamp(min=1)
+
+# %% ../nbs/lib/04_losses.ipynb #2acccb19
+def unit_loss(
+    images: Tensor,  # unit vectors [B, D], this process's images
+    units: Tensor,  # unit vectors [B, K, D], K units of each caption; one K everywhere
+    foils: Tensor,  # unit vectors [B, K, D], a foil of each
+    scale: Tensor | float,  # s > 0
+    mask: Tensor | None = None,  # bool [B, K], True where there is a unit with a foil
+    groups: Tensor | None = None,  # int64 [B]: items of one group are not contrasted
+) -> Tensor:
+    """Mean over k of ½ (CE([s I U_kᵀ, s I_i·F_ik], diag) + CE(s U_k Iᵀ, diag)); a scalar.
+
+    Items without a k-th unit are neither rows nor columns. Exactly zero where no item has a unit.
+    Returns this process's share of the global batch's loss. Source: Kargi et al. 2026 (CS-CLIP);
+    `negclip_hard` in `alignment/losses.py` of kargibora/CS-CLIP."""
+    with torch.autocast(images.device.type, enabled=False):
+        images = _precise(images)
+        units, mask = _masked(units, mask)
+        foils, _ = _masked(foils, mask)
+        all_images = gather_features(images)
+        labels = _own_columns(images)
+        losses = []
+        for k in range(units.shape[1]):
+            present = mask[:, k]
+            excluded = (~gather_features(present))[None].expand(len(images), -1)
+            if groups is not None:
+                excluded = excluded | _same_group(groups)
+            to_units = scale * images @ gather_features(units[:, k]).T
+            to_foil = scale * (images * foils[:, k]).sum(-1, keepdim=True)
+            to_texts = torch.cat([to_units, to_foil], 1)
+            by_image = _cross_entropy(to_texts, labels, F.pad(excluded, (0, 1)))
+            by_unit = _cross_entropy(scale * units[:, k] @ all_images.T, labels, excluded)
+            losses.append(_share((by_image + by_unit) / 2, present))
+        return torch.stack(losses).mean()
