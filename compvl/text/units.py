@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .lexicon import Words
 from .lexicon import words as shipped_words
 from .parsed import Parse, Relation
+from .parser import parse_many
 
 # %% auto #0
-__all__ = ['Unit', 'phrase_of', 'phrase_foils', 'relation_foils', 'draw_unit']
+__all__ = ['UNITS', 'Unit', 'phrase_of', 'phrase_foils', 'relation_foils', 'draw_unit', 'draw_units']
 
 # %% ../../nbs/lib/text/06a_units.ipynb #47960e1c
 class Unit(NamedTuple):
@@ -22,7 +23,7 @@ class Unit(NamedTuple):
 
     text: str
     foil: str
-    kind: str  # of the change: object, attribute, swap, relation, negation, subject
+    kind: str  # of the change: object, attribute, subject, swap, relation, negation
 
 
 def phrase_of(parsed: Parse, i: int) -> str:
@@ -122,3 +123,19 @@ def draw_unit(parsed: Parse, rng: random.Random, words: Words | None = None) -> 
     `words`: what foils are made of; None: the shipped lexicon."""
     words = words or shipped_words()
     return _relation_unit(parsed, rng, words) or _phrase_unit(parsed, rng, words)
+
+
+UNITS = 2  # of a caption; `num_entity_captions` of CS-CLIP
+
+
+def draw_units(
+    captions: Sequence[str],
+    seed: str,  # of the draw, together with the caption
+    words: Words | None = None,  # what foils are made of; None: the shipped lexicon
+) -> list[list[Unit | None]]:
+    """`UNITS` units of each caption, maybe the same one twice; None where there is none."""
+    drawn = []
+    for parsed in parse_many(captions):
+        rng = random.Random(f"{seed}-{parsed.text}")
+        drawn.append([draw_unit(parsed, rng, words) for _ in range(UNITS)])
+    return drawn
