@@ -18,7 +18,10 @@ from compvl.core import CompvlError
 from compvl.data.loading import load_train_data
 from compvl.losses import rank_loss
 from compvl.models.clip import create_model
-from compvl.paper.rows import ROWS
+from compvl.paper.evaluation import results
+from compvl.paper.profiles import PROFILES
+from compvl.paper.rows import ROWS, rows
+from compvl.paper.table_rows import HP_TABLE1, SINCE_2024
 from compvl.train import terms
 from compvl.train.batches import Collate, Steps
 from compvl.train.config import TrainConfig
@@ -334,6 +337,9 @@ def test_alternatives_are_of_the_starting_weights(tmp_path):
     """A resumed run draws what the whole one does, though its weights have changed since."""
     config = replace(CONFIGS["negclip"], steps=4, lr=0.1, warmup=0)
     whole = train(config, runs=tmp_path / "a", progress=False, model=new_model())
+    data = load_train_data("microworld", 32)
+    before, after = (nearest_alternatives(m, data, 3) for m in (new_model(), whole.model))
+    assert (before.nearest != after.nearest).any()
 
     def stop(row):
         if row["step"] == 3:
@@ -357,6 +363,16 @@ def test_the_margin_begins_anew_with_each_epoch(tmp_path, monkeypatch):
     config = replace(CONFIGS["ce-clip"], steps=6)  # epochs of four steps
     train(config, runs=tmp_path, progress=False, model=new_model())
     assert [k for k, margin in enumerate(margins) if margin == 0] == [0, 4]
+
+
+def test_their_rows_have_results(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMPVL_RUNS", str(tmp_path / "runs"))
+    keys = ["negclip", "cs-clip", "triplet-clip"]
+    found = results(rows(*keys), ["swap"], PROFILES["smoke"], tmp_path, "later")
+    assert not found.gaps
+    figures = found.summary().query("metric == 'aug_acc'")
+    assert sorted(figures.method) == sorted(keys)
+    assert set(keys) <= {row.key for row in HP_TABLE1 + SINCE_2024}
 
 
 @pytest.mark.parametrize("key", ["cs-clip", "triplet-clip"])
