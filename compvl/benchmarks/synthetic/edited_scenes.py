@@ -29,7 +29,7 @@ from compvl.microworld.captions import (
     places_of,
     plain_phrase,
 )
-from ...microworld.changed_scenes import exchanged, stored_value, with_object
+from ...microworld.changed_scenes import stored_value, with_exchange, with_object
 from ...microworld.oracle import truth
 from ...microworld.scenes import Scene, split_of
 from ...microworld.vocabulary import RELATIONS, lexicon
@@ -113,7 +113,7 @@ def exchange_attribute(families: tuple[str, ...]) -> MakeEdits:
         related = [-1, *clear_relations(scene, *pair)]
         phrases = tuple(plain_phrase(scene, k, [family], "a") for k in pair)
         told = _told(phrases, rng.choice(related))
-        other = exchanged(scene, *pair, (family,))
+        other = with_exchange(scene, *pair, (family,))
         yield SceneEdit("swap-att", scene, other, told.text, exchange_adjectives(told).text)
 
     return edits
@@ -129,7 +129,7 @@ def exchange_objects(scene: Scene, rng: random.Random) -> Iterator[SceneEdit]:
     if not related:
         return
     told = _told(tuple(plain_phrase(scene, k, (), "a") for k in pair), rng.choice(related))
-    other = exchanged(scene, *pair, _CONTENT)
+    other = with_exchange(scene, *pair, _CONTENT)
     yield SceneEdit("swap-obj", scene, other, told.text, exchange_phrases(told).text)
 
 # %% ../../../nbs/lib/benchmarks/synthetic/21_edited_scenes.ipynb #546da06c
@@ -176,7 +176,7 @@ def replace_direction(scene: Scene, rng: random.Random) -> Iterator[SceneEdit]:
     name = rng.choice(names)
     phrases = tuple(plain_phrase(scene, k, (), "a") for k in pair)
     captions = [_told(phrases, RELATIONS[told]).text for told in (name, _OPPOSITES[name])]
-    yield SceneEdit("direction", scene, exchanged(scene, *pair, ("x", "y")), *captions)
+    yield SceneEdit("direction", scene, with_exchange(scene, *pair, ("x", "y")), *captions)
 
 # %% ../../../nbs/lib/benchmarks/synthetic/21_edited_scenes.ipynb #74d9c24c
 def replace_place(scene: Scene, rng: random.Random) -> Iterator[SceneEdit]:
