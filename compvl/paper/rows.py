@@ -157,7 +157,9 @@ _DAC_SAM = _other_group(
     "DAC-SAM", "dac", *_BY_SVLC, options=_REGION_BAGS, color="#57501c", marker="h"
 )
 _OTHER_GROUPS = [
-    _other_group("NegCLIP", "negclip", "negclip", color="#E69F00", marker="o"),
+    _other_group("NegCLIP", "negclip", "negclip", color="#E69F00", marker="o").training(
+        alternatives=3
+    ),
     _other_group("CREPE-Swap", "negclip", "crepe-swap", color="#a86f00", marker="<"),
     _other_group(
         "CREPE-Replace", "negclip", "crepe-replace", options=_RARE, color="#f7c95f", marker=">"
@@ -363,9 +365,9 @@ _LATER = "methods since 2024, on our hard negatives and hard positives"
 _SIGMOID = "sigmoid loss in place of the contrastive loss"
 
 
-def _later(key: str, label: str, method: str, **look) -> Row:
-    """A row with another loss on the same texts."""
-    return Row(key, label, _LATER, train=dict(method=method), **look)
+def _later(key: str, label: str, method: str, train=None, **fields) -> Row:
+    """A row with another loss on the same texts, and perhaps other fields of its training."""
+    return Row(key, label, _LATER, train=dict(method=method) | (train or {}), **fields)
 
 
 def _by_sigmoid(key: str, label: str, method: str, **look) -> Row:
@@ -378,6 +380,18 @@ LATER_ROWS = [
     _later("hn+hp-text", "Our HN + HP (texts)", "hn+hp-text", color="#009E73", marker=">"),
     _later("fsc-clip", "FSC-CLIP (global loss)", "fsc-clip", color="#E69F00", marker="p"),
     _later("ce-clip", "CE-CLIP", "ce-clip", color="#CC79A7", marker="h"),
+    _later("cs-clip", "CS-CLIP", "cs-clip", recipe="cs-clip", color="#8b5a2b", marker="*"),
+    _later(
+        "triplet-clip",
+        "TripletCLIP",
+        "triplet-clip",
+        train=dict(w_itc=0.0, data_options=dict(counterparts=True)),
+        recipe="triplet-clip",
+        microworld_only="hard-negative images of photographs are",
+        optional=True,
+        color="#57501c",
+        marker="d",
+    ),
     _by_sigmoid("sigmoid", "Sigmoid", "sigmoid", color="#a08c00", marker="s"),
     _by_sigmoid("sigmoid+hn", "Sigmoid, HN", "sigmoid+hn", color="#7b45a5", marker="^"),
     _by_sigmoid("sigmoid+hp+hn", "Sigmoid, HP+HN", "sigmoid+hp+hn", color="#52227b", marker="D"),

@@ -23,10 +23,11 @@ from .bases import base_config, captioner_config, matcher_config
 from .profiles import PAPER_FILES, Profile
 from .rows import Row
 from ..train.captioner import CaptionerConfig, captioner_name, train_captioner
-from ..train.config import METHODS, TrainConfig
+from ..train.config import TrainConfig
 from ..train.loop import run_name, train
 from ..train.matcher import MatcherConfig, matcher_name, train_matcher
 from ..train.recipes import RECIPES
+from ..train.terms import needed
 
 # %% ../../nbs/lib/paper/06_runs.ipynb #dff37f4d
 _POSITIVE_KINDS = ("swap", "replace", "paraphrase")
@@ -41,11 +42,8 @@ def _kinds_of_files(option: str, row: Row) -> list[str]:
 
 def _is_needed(option: str, row: Row) -> bool:
     """Whether the row's loss has a term for the texts of this option."""
-    weights = METHODS[row.method] | row.train
-    if option == "hard_negatives":
-        return bool(weights["w_hn"] or METHODS[row.method].get("negatives_in_batch"))
-    if option == "hard_positives":
-        return bool(weights["w_hp"])
+    if option in ("hard_negatives", "hard_positives"):
+        return option in needed(TrainConfig(**row.train).resolved())
     return True
 
 
