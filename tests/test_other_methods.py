@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from compvl.core import CompvlError
 from compvl.data.loading import load_train_data
@@ -331,6 +332,27 @@ def test_alternatives_bring_their_own_texts():
         rows = [i for i, text in enumerate(expected["hard_negative"]) if text]
         assert batch["hard_negative_rows"][batch["hard_negative_rows"] >= 8].sub(8).tolist() == rows
     assert len(seen) > 64, "another epoch draws other alternatives"
+
+
+def test_alternatives_of_photographs_show_another_image(tmp_path):
+    colors = ["red", "green", "blue", "white", "black"]
+    images = [{"id": i, "file_name": f"{i}.png"} for i in range(5)]
+    captions = [
+        {"image_id": k % 5, "id": k, "caption": f"a {colors[k % 5]} field"} for k in range(15)
+    ]
+    for i, color in enumerate(colors):
+        Image.new("RGB", (48, 48), color).save(tmp_path / f"{i}.png")
+    file = tmp_path / "captions.json"
+    file.write_text(json.dumps({"images": images, "annotations": captions}))
+    files = dict(captions_json=file, image_root=tmp_path, cache=tmp_path / "cache")
+    data = load_train_data("coco", image_size=48, progress=False, **files)
+    alternatives = nearest_alternatives(new_model(), data, 3)
+    assert alternatives.nearest.shape == (5, 3)
+    drawn = np.stack([alternatives.draw(np.arange(15), epoch) for epoch in range(40)])
+    of_image = drawn % 5
+    assert (of_image != np.arange(15) % 5).all()
+    assert all(set(of_image[:, k]) == set(alternatives.nearest[k % 5]) for k in range(15))
+    assert set(drawn[:, 0]) > set(of_image[:, 0]), "captions of an image are drawn as well"
 
 
 def test_alternatives_are_of_the_starting_weights(tmp_path):

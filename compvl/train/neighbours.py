@@ -18,7 +18,7 @@ from ..models.clip import Model
 def nearest_rows(
     features: Tensor,  # unit vectors [M, D]
     k: int,  # below M
-    chunk: int = 1024,  # rows that are compared at once
+    chunk: int = 256,  # rows that are compared at once
 ) -> Tensor:
     """The k nearest other rows of each row by cosine, the nearest first: int64 [M, k]."""
     found = []
