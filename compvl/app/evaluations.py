@@ -107,13 +107,13 @@ class Evaluated:
         return self.checkpoint.title
 
 
-def _open_in_all(checkpoint, root, device, cache, batch_size, pixels):
+def _open_in_all(checkpoint, root, device, cache, batch_size, progress, pixels):
     """The scorer of a checkpoint. An error in one of several processes is raised in all."""
     opened = []
 
     def open_here() -> Iterator[bool]:
         model = open_checkpoint(checkpoint, root, device)
-        opened.append(scorer_of(model, cache, batch_size, pixels=pixels))
+        opened.append(scorer_of(model, cache, batch_size, progress, pixels))
         yield True
 
     list(together(open_here()))
@@ -131,11 +131,12 @@ def evaluate_checkpoint(
     keep=None,
     batch_size: int | None = None,
     skip_damaged: bool = False,
+    progress: bool = True,  # show progress bars
     explain: bool = False,  # also compute `word_shares`
 ) -> Evaluated:
     """Open a checkpoint and evaluate it. Raises CompvlError as both do."""
     started = time.monotonic()
-    scorer = _open_in_all(checkpoint, root, device, cache, batch_size, pixels)
+    scorer = _open_in_all(checkpoint, root, device, cache, batch_size, progress, pixels)
     figures, scores = evaluate(
         scorer,
         benchmarks,
