@@ -29,7 +29,7 @@ from compvl.app.card_tables import (
     models_table,
     retrieval_table,
 )
-from .evaluations import Evaluation
+from .evaluations import Evaluated
 from .notebook_html import boxed_tables
 from .report import PAGE_STYLE, environment_html
 from ..benchmarks.items import Benchmark
@@ -53,10 +53,12 @@ _CARD_STYLE = """
  .wrong { color: #a83c00 }
  @media print {
   section { break-inside: auto }
-  .failures { grid-template-columns: repeat(2, 1fr) }
+  .failures { grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 3mm; padding-right: 1px }
+  .failure { padding: 2mm; font-size: 8pt }
+  .failure :is(figcaption, .meta) { font-size: inherit }
   .failure, .side figure { break-inside: avoid }
   .side figure { flex: 1 1 45% }
-  .pictures img { width: 28mm }
+  .pictures img { width: 24mm }
  }
 """
 
@@ -69,14 +71,14 @@ def _section(key: str, title: str, *body: str) -> str:
     return f'<section id="{key}">\n<h2>{html.escape(title)}</h2>\n{text}\n</section>'
 
 
-def _name(evaluations: Sequence[Evaluation]) -> str:
+def _name(evaluations: Sequence[Evaluated]) -> str:
     """What the page is about, for its title."""
     if len(evaluations) == 1:
         return evaluations[0].title
     return f"{len(evaluations)} models"
 
 
-def _versions(evaluations: Sequence[Evaluation], env: Mapping) -> str:
+def _versions(evaluations: Sequence[Evaluated], env: Mapping) -> str:
     """When and with what the models were evaluated, in one line."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     names = ("compvl", "torch", "open_clip", "python")
@@ -104,7 +106,7 @@ def _sources(benchmarks: Sequence[Benchmark]) -> str:
     return f"<p>{html.escape(text)} Intervals are 95 % bootstrap intervals over items.</p>"
 
 # %% ../../nbs/lib/app/06e_card.ipynb #65c36dd9
-def _all_failures(evaluations: Sequence[Evaluation], benchmarks: Sequence[Benchmark]) -> str:
+def _all_failures(evaluations: Sequence[Evaluated], benchmarks: Sequence[Benchmark]) -> str:
     """The worst failures of the first models."""
     parts = []
     for evaluation in evaluations[:MOST_MODELS]:
@@ -127,7 +129,7 @@ def _differences(differences: pd.DataFrame) -> str:
     return note + differences_table(differences)
 
 
-def _cost(evaluations: Sequence[Evaluation]) -> str:
+def _cost(evaluations: Sequence[Evaluated]) -> str:
     """What the evaluation cost."""
     note = "<p>Rates include the decoding or drawing of images.</p>"
     if not any(sum(evaluation.encoded.values()) for evaluation in evaluations):
@@ -136,7 +138,7 @@ def _cost(evaluations: Sequence[Evaluation]) -> str:
 
 # %% ../../nbs/lib/app/06e_card.ipynb #374f7cd6
 def card_html(
-    evaluations: Sequence[Evaluation],
+    evaluations: Sequence[Evaluated],
     benchmarks: Sequence[Benchmark],
     differences: pd.DataFrame,  # of `compare_models`; empty with a single model
     failures: Mapping[str, str],  # {title: error} of models that failed

@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from .card_tables import with_interval
-from .evaluations import Evaluation
+from .evaluations import Evaluated
 from ..attribution.drawing import HUES
 from ..benchmarks.items import Benchmark, item_images
 from ..core import CompvlError, committed_results, read_csv
@@ -27,7 +27,7 @@ from ..images import open_image
 from ..metrics import CHANCE
 from ..paper.fronts import TASKS, front_with_models, model_color, summary_cell
 from ..paper.html_tables import html_table
-from ..paper.kinds import WORD_KINDS
+from ..paper.kinds import SHARE_KINDS
 from ..paper.rows import Row
 from ..paper.table_rows import HP_TABLE1
 from ..plotting import light_grid, save_figure, small_png, style, subplots
@@ -81,7 +81,7 @@ def _spoken(summary: pd.DataFrame, models: Sequence[Row], task) -> str:
     return "; ".join(parts)
 
 
-def standing_html(evaluations: Sequence[Evaluation], benchmarks: Sequence[Benchmark]) -> str:
+def standing_html(evaluations: Sequence[Evaluated], benchmarks: Sequence[Benchmark]) -> str:
     """The models among the rows of HP's Table 1, on REPLACE and on SWAP, where evaluated."""
     summary, names, note = _rows_among(in_microworld(benchmarks))
     figures = [each.figures.assign(method=f"model: {each.title}") for each in evaluations]
@@ -112,7 +112,7 @@ def _brittleness_rows(figures: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(label=labels)
 
 
-def brittleness_html(evaluations: Sequence[Evaluation]) -> str:
+def brittleness_html(evaluations: Sequence[Evaluated]) -> str:
     """A figure of brittleness by benchmark and group; a sentence where there are no triplets."""
     tables = {each.title: _brittleness_rows(each.figures) for each in evaluations}
     labels = list(next(iter(tables.values())).label)
@@ -145,15 +145,15 @@ _OTHER = "#c4c4c4"
 _TOKENS = "all tokens alike"  # the bar of the shares of tokens
 
 
-def _mean_shares(evaluations: Sequence[Evaluation]) -> dict[str, list]:
-    """{model: intervals of the mean share in percent of each of `WORD_KINDS`}."""
+def _mean_shares(evaluations: Sequence[Evaluated]) -> dict[str, list]:
+    """{model: intervals of the mean share in percent of each of `SHARE_KINDS`}."""
     means = {}
     for evaluation in evaluations:
         shares = evaluation.shares.dropna()
         if not len(shares):
             continue
-        means[evaluation.title] = [bootstrap(100 * shares[kind].to_numpy()) for kind in WORD_KINDS]
-        names = [f"tokens_{kind}" for kind in WORD_KINDS]
+        means[evaluation.title] = [bootstrap(100 * shares[kind].to_numpy()) for kind in SHARE_KINDS]
+        names = [f"tokens_{kind}" for kind in SHARE_KINDS]
         tokens = [bootstrap(100 * shares[name].to_numpy()) for name in names]
     return means | {_TOKENS: tokens} if means else {}
 
@@ -163,18 +163,18 @@ def _share_bars(means: dict[str, list]) -> Figure:
     with style():
         figure, ax = subplots(figsize=(6.2, 0.9 + 0.42 * len(means)), layout="constrained")
         left = [0.0] * len(means)
-        for number, kind in enumerate(WORD_KINDS):
+        for number, kind in enumerate(SHARE_KINDS):
             widths = [values[number].value for values in means.values()]
             color = HUES.get(kind, _OTHER)
             ax.barh(list(means), widths, left=left, color=color, label=kind, height=0.7)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         ax.set(xlabel="share of attribution (%)", xlim=(0, 100))
         ax.invert_yaxis()
-        figure.legend(loc="outside upper right", ncols=len(WORD_KINDS), fontsize=8)
+        figure.legend(loc="outside upper right", ncols=len(SHARE_KINDS), fontsize=8)
     return figure
 
 
-def attribution_html(evaluations: Sequence[Evaluation]) -> str:
+def attribution_html(evaluations: Sequence[Evaluated]) -> str:
     """The mean share of attribution of each kind of word, or the reasons why there is none."""
     reasons = list(dict.fromkeys(each.no_shares for each in evaluations if each.no_shares))
     without = "".join(f"<p>{html.escape(reason)}</p>" for reason in reasons)
@@ -185,7 +185,7 @@ def attribution_html(evaluations: Sequence[Evaluation]) -> str:
     rows = {}
     for title, values in means.items():
         cells = [with_interval(found.value, found.lo, found.hi) for found in values]
-        rows["", title] = dict(zip([("", kind) for kind in WORD_KINDS], cells, strict=True))
+        rows["", title] = dict(zip([("", kind) for kind in SHARE_KINDS], cells, strict=True))
     frame = pd.DataFrame(list(rows.values()), dtype=object)
     frame.index = pd.MultiIndex.from_tuples(list(rows), names=["", "share (%)"])
     frame.columns = pd.MultiIndex.from_tuples(list(frame))
@@ -249,7 +249,7 @@ def shown_benchmarks(benchmarks: Sequence[Benchmark]) -> list[Benchmark]:
     return [*triplets[:3], *firsts.values()][:MOST_BENCHMARKS]
 
 
-def failures_html(evaluation: Evaluation, benchmarks: Sequence[Benchmark]) -> str:
+def failures_html(evaluation: Evaluated, benchmarks: Sequence[Benchmark]) -> str:
     """The items on which a model is wrong by the widest margin, `FAILURES` of each benchmark."""
     parts = []
     for benchmark in shown_benchmarks(benchmarks):

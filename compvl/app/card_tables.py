@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from .evaluations import Evaluation
+from .evaluations import Evaluated
 from ..evaluate.averages import COUNT_METRICS
 from ..paper.columns import METRIC_TITLES
 from ..paper.html_tables import Html, format_cell, html_table, small
@@ -22,7 +22,7 @@ def _title_row(title: str) -> tuple[str, str]:
     return "", title
 
 
-def models_table(evaluations: Sequence[Evaluation]) -> str:
+def models_table(evaluations: Sequence[Evaluated]) -> str:
     """What each model is: a column a model, as `describe_scorer` has it."""
     columns = {}
     for evaluation in evaluations:
@@ -105,7 +105,7 @@ def _counts(found: dict, place: tuple[str, str, str]) -> dict:
     }
 
 
-def figures_table(evaluations: Sequence[Evaluation], by_group: bool = False) -> str:
+def figures_table(evaluations: Sequence[Evaluated], by_group: bool = False) -> str:
     """Every figure with its 95 % interval, count, coverage and ties; '' if there is none.
 
     `by_group`: those of groups of items, instead of those of whole benchmarks.
@@ -133,7 +133,7 @@ def figures_table(evaluations: Sequence[Evaluation], by_group: bool = False) -> 
     return html_table(frame)
 
 # %% ../../nbs/lib/app/06c_card_tables.ipynb #c4a26c1b
-def cut_note(evaluations: Sequence[Evaluation]) -> str:
+def cut_note(evaluations: Sequence[Evaluated]) -> str:
     """A sentence for each model some of whose captions were cut; '' if none was."""
     sentences = []
     for evaluation in evaluations:
@@ -167,7 +167,7 @@ def differences_table(differences: pd.DataFrame) -> str:
     return html_table(frame)
 
 # %% ../../nbs/lib/app/06c_card_tables.ipynb #4e1ee92a
-def retrieval_table(evaluations: Sequence[Evaluation]) -> str:
+def retrieval_table(evaluations: Sequence[Evaluated]) -> str:
     """Recall at k of each model and direction; '' if no retrieval was evaluated."""
     rows = {}
     for evaluation in evaluations:
@@ -185,7 +185,7 @@ def retrieval_table(evaluations: Sequence[Evaluation]) -> str:
     return html_table(frame)
 
 
-def cost_table(evaluations: Sequence[Evaluation]) -> str:
+def cost_table(evaluations: Sequence[Evaluated]) -> str:
     """Seconds of each evaluation, what was encoded, and how much a second."""
     rows = {}
     for evaluation in evaluations:

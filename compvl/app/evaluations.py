@@ -24,7 +24,7 @@ from ..models.weights import activation
 from ..paper.kinds import kind_shares
 
 # %% auto #0
-__all__ = ['MOST_CAPTIONS', 'describe_scorer', 'word_shares', 'Evaluation', 'evaluate_checkpoint', 'evaluate_checkpoints']
+__all__ = ['MOST_CAPTIONS', 'describe_scorer', 'word_shares', 'Evaluated', 'evaluate_checkpoint', 'evaluate_checkpoints']
 
 # %% ../../nbs/lib/app/06b_evaluations.ipynb #020f843d
 def _parameters(model) -> int | None:
@@ -87,7 +87,7 @@ def word_shares(
 
 # %% ../../nbs/lib/app/06b_evaluations.ipynb #fe37b42e
 @dataclass
-class Evaluation:
+class Evaluated:
     """A checkpoint's figures, and what a report needs of it."""
 
     checkpoint: Checkpoint
@@ -107,13 +107,13 @@ class Evaluation:
         return self.checkpoint.title
 
 
-def _open_in_all(checkpoint, root, device, cache, batch_size, pixels):
+def _open_in_all(checkpoint, root, device, cache, batch_size, progress, pixels):
     """The scorer of a checkpoint. An error in one of several processes is raised in all."""
     opened = []
 
     def open_here() -> Iterator[bool]:
         model = open_checkpoint(checkpoint, root, device)
-        opened.append(scorer_of(model, cache, batch_size, pixels=pixels))
+        opened.append(scorer_of(model, cache, batch_size, progress, pixels))
         yield True
 
     list(together(open_here()))
@@ -131,11 +131,12 @@ def evaluate_checkpoint(
     keep=None,
     batch_size: int | None = None,
     skip_damaged: bool = False,
+    progress: bool = True,  # show progress bars
     explain: bool = False,  # also compute `word_shares`
-) -> Evaluation:
+) -> Evaluated:
     """Open a checkpoint and evaluate it. Raises CompvlError as both do."""
     started = time.monotonic()
-    scorer = _open_in_all(checkpoint, root, device, cache, batch_size, pixels)
+    scorer = _open_in_all(checkpoint, root, device, cache, batch_size, progress, pixels)
     figures, scores = evaluate(
         scorer,
         benchmarks,
@@ -145,7 +146,7 @@ def evaluate_checkpoint(
         model_name=checkpoint.title,
         return_scores=True,
     )
-    found = Evaluation(
+    found = Evaluated(
         checkpoint,
         figures,
         scores,
@@ -172,7 +173,7 @@ def evaluate_checkpoints(
     benchmarks: Sequence[Benchmark],
     announce: Callable[[str], None] | None = None,  # is told which of several comes next
     **options,  # of `evaluate_checkpoint`
-) -> tuple[list[Evaluation], dict[str, str]]:
+) -> tuple[list[Evaluated], dict[str, str]]:
     """Evaluations of checkpoints on the same benchmarks, and the errors of those that failed.
 
     {title: error}. The error of a single checkpoint is raised; that of one of several is raised
