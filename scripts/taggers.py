@@ -4,8 +4,8 @@
 
 PIPELINE is the name or the folder of `en_core_web_sm`; NLTK has to be installed. Neither is needed
 for anything else. ARO's perturbations, in a transcription of its code, are compared with compvl's
-on 1,000 real captions: data/results/order_perturbations.csv. The shipped parser and the trained pipeline
-are compared on the 100 captions annotated by hand: data/results/parser_pipelines.csv.
+on 1,000 real captions: data/results/order_perturbations.csv. The shipped parser and the trained
+pipeline are compared on the 100 captions annotated by hand: data/results/parser_pipelines.csv.
 
 NLTK's `word_tokenize` splits sentences first, with data that pip does not install. Here both sides
 take its words without that step.
