@@ -522,11 +522,13 @@ def hp_hn_step(
 ) -> dict:
     """The HP+HN step, against one with three text encodings at the full context.
 
-    With `tsvlc`, against the step of TSVLC's own code."""
+    With `tsvlc`, against the step of TSVLC's own code; on a CPU both are in fp32."""
     options = dict(batch_size=batch_size, precision=precision)
     clip, config = random_start("hp+hn", model, device, seed, **options)
     ways = {"three encodings": ThreeEncodingsSteps, "compvl": CompvlSteps}
     if tsvlc:
+        if clip.device.type == "cpu":  # where its autocast is none
+            config = replace(config, precision="fp32")
         ways = {"TSVLC": partial(TsvlcSteps, checkout=tsvlc), "compvl": CompvlSteps}
     return {**compare_steps(ways, clip, config, steps, seed), "required": 2.0}
 
