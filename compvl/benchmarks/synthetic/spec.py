@@ -57,7 +57,8 @@ def _kept(request: Request, sets: Iterator[SceneSet]) -> Iterator[SceneSet]:
     """The sets that hold, all of whose scenes belong to the request's split."""
     while True:
         some = list(itertools.islice(sets, _TOGETHER))
-        splits = iter(split_of([scene for found in some for scene in found.scenes]))
+        all_scenes = list(itertools.chain.from_iterable(found.scenes for found in some))
+        splits = iter(split_of(all_scenes))
         for found in some:
             own = set(itertools.islice(splits, len(found.scenes)))
             if own == {request.split} and found.holds():
