@@ -117,9 +117,6 @@ def _pretrained(names: str, licence: str, confirmed: str, note: str = ""):
     for line in names.strip().splitlines():
         name, row, architecture, tag = [part.strip() for part in line.split("|")]
         config = open_clip.get_pretrained_cfg(architecture, tag)
-        quick = config.get("quick_gelu") or open_clip.get_model_config(architecture).get(
-            "quick_gelu"
-        )
         zoo_entry(
             ZooEntry(
                 name,
@@ -135,7 +132,7 @@ def _pretrained(names: str, licence: str, confirmed: str, note: str = ""):
             )
         )
 
-
+# %% ../../nbs/lib/models/08_releases.ipynb #87081915
 _TRANSFORMERS_TOKENIZER = "Its tokenizer needs transformers and is fetched with it."
 
 _pretrained(
