@@ -6,6 +6,8 @@ configs, and are saved in the released formats."""
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import warnings
 from unittest.mock import patch
 
@@ -367,6 +369,39 @@ def test_dual_encoders_that_are_not_whole(tmp_path, words):
         load_dual_encoder(tmp_path, "cpu")
     with pytest.raises(CompvlError, match="weights and an activation of its own"):
         open_model(f"transformers:{tmp_path}", "openai")
+
+
+# -- the hub's cache
+
+CACHED = """
+from compvl.benchmarks import load_benchmark
+from compvl.evaluate import evaluate
+from compvl.models import open_model
+
+swap = load_benchmark("swap", n=4)
+for name in ("hf-hub:org/pe-core", "transformers:org/clip"):
+    figures = evaluate(open_model(name, device="cpu"), [swap], n_boot=20, progress=False)
+    print(name, figures.n.max())
+"""
+
+
+def in_cache(cache, repository):
+    """The folder in which the hub's cache keeps the files of a repository."""
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    (folder / "snapshots").mkdir()
+    return folder / "snapshots" / ("0" * 40)
+
+
+def test_names_of_the_hub_are_read_from_its_cache(tmp_path, words):
+    write_folder(in_cache(tmp_path, "org/pe-core"), "PE-Core-B-16", words)
+    write_dual_encoder(in_cache(tmp_path, "org/clip"), "CLIP", words)
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", CACHED]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["hf-hub:org/pe-core", "4", "transformers:org/clip", "4"]
 
 
 # -- texts alone

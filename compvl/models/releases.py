@@ -117,9 +117,6 @@ def _pretrained(names: str, licence: str, confirmed: str, note: str = ""):
     for line in names.strip().splitlines():
         name, row, architecture, tag = [part.strip() for part in line.split("|")]
         config = open_clip.get_pretrained_cfg(architecture, tag)
-        quick = config.get("quick_gelu") or open_clip.get_model_config(architecture).get(
-            "quick_gelu"
-        )
         zoo_entry(
             ZooEntry(
                 name,
@@ -135,7 +132,7 @@ def _pretrained(names: str, licence: str, confirmed: str, note: str = ""):
             )
         )
 
-
+# %% ../../nbs/lib/models/08_releases.ipynb #87081915
 _TRANSFORMERS_TOKENIZER = "Its tokenizer needs transformers and is fetched with it."
 
 _pretrained(
@@ -412,7 +409,9 @@ for _name, _row, _file in _CAE:
     )
 
 # %% ../../nbs/lib/models/08_releases.ipynb #1440a6f5
-_QUICK_AS_OPENAI = "that OpenAI's start means QuickGELU is how open_clip loads it"
+_QUICK_INFERRED = (
+    "The activation in training is inferred: open_clip loads OpenAI's weights with QuickGELU."
+)
 
 _finetuned(
     "ce-clip",
@@ -427,7 +426,7 @@ _finetuned(
         "A training checkpoint of an open_clip fork, ViT-B-32 from OpenAI's weights; its README "
         "evaluates it as ViT-B-32 with a path, that is with GELU."
     ),
-    note=f"The format of the copy on Hugging Face was not seen; {_QUICK_AS_OPENAI}.",
+    note=f"{_QUICK_INFERRED} The format of the copy on Hugging Face was not seen.",
 )
 
 for _name, _row, _architecture, _file in [
@@ -450,7 +449,7 @@ for _name, _row, _architecture, _file in [
             "the key state_dict, from OpenAI's weights; LoRA of rank 4, alpha 1, with the patch "
             "that SVLC uses (training/models/lora_utils)."
         ),
-        note=f"The activation is inferred: {_QUICK_AS_OPENAI}.",
+        note=_QUICK_INFERRED,
         architecture=_architecture,
         published_activation="",
     )
@@ -469,8 +468,8 @@ _finetuned(
         "weights (scripts/train_DeGLA.sh)."
     ),
     note=(
-        "With which activation the published figures were computed is not known; "
-        f"{_QUICK_AS_OPENAI}. Whether the file holds the student alone was not seen."
+        f"{_QUICK_INFERRED} With which one the published figures were computed is not known, nor "
+        "whether the file holds the student alone."
     ),
     published_activation="",
 )
@@ -511,7 +510,7 @@ _finetuned(
         "ViT-B-32 of open_clip from OpenAI's weights (configs/coco_ft.yaml), saved as the state "
         "dict of a pipeline of CLIP and head (models/pipelines.py, alignment/ft_experiment.py)."
     ),
-    note=f"The released file was not seen. The activation is inferred: {_QUICK_AS_OPENAI}.",
+    note=f"{_QUICK_INFERRED} The released file was not seen.",
     published_activation="",
 )
 
