@@ -15,7 +15,7 @@ from .clip import Model
 from .matcher import MatchingScorer, load_matcher
 from .pairs import PairScorer
 from .releases import ZOO
-from .vqa import KINDS, load_generative
+from .vqa import GENERATIVE_SCORES, load_generative
 from .zoo import open_model
 
 # %% ../../nbs/lib/models/15_scorers.ipynb #a24ce569
@@ -55,7 +55,7 @@ def open_scorer(
     (`load_generative`); or what `open_model` opens. Errors are those of these functions."""
     kind, _, source = name.partition(":")
     weights = None if pretrained == "base" else pretrained
-    if kind in KINDS:
+    if kind in GENERATIVE_SCORES:
         return _open_generative(kind, source or weights, device)
     if name.lower() in _MICRO:
         return _open_micro(name.lower(), weights, device)
