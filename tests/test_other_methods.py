@@ -130,7 +130,7 @@ def runs_of_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     script = folder / "run.py"
     script.write_text(training_script(CONFIGS.values(), folder))
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29711"]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     done = subprocess.run(
         [sys.executable, *launcher, str(script)],
         env=ENV,
