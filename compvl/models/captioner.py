@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core import data_dir
 from .clip import create_model
 from .pairs import distinct_images, in_batches
-from .scene_network import SceneNetwork, SceneText, scene_tokenizer
+from .scene_network import SceneNetwork, SceneText, scene_tokenizer, transformer_layers
 from .weights import weights_digest
 
 # %% ../../nbs/lib/models/14b_captioner.ipynb #a1039d78
@@ -44,19 +44,7 @@ class Captioner(SceneNetwork):
         self.patches = nn.Linear(self.visual.conv1.out_channels, width)
         self.blank = nn.Parameter(torch.randn(width) * 0.02)
         self.text = SceneText(vocabulary, width, layers=0)
-        self.layers = nn.ModuleList()
-        for _ in range(layers):
-            self.layers.append(
-                nn.TransformerDecoderLayer(
-                    width,
-                    nhead=4,
-                    dim_feedforward=4 * width,
-                    dropout=0.0,
-                    activation="gelu",
-                    batch_first=True,
-                    norm_first=True,
-                )
-            )
+        self.layers = transformer_layers(nn.TransformerDecoderLayer, width, layers)
         self.norm = nn.LayerNorm(width)
         self.bias = nn.Parameter(torch.zeros(len(vocabulary) + 1))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core import data_dir
 from .clip import Model, create_model
 from .pairs import distinct_images, in_batches
-from .scene_network import SceneNetwork, SceneText, scene_tokenizer
+from .scene_network import SceneNetwork, SceneText, scene_tokenizer, transformer_layers
 from .wrap import wrap_model
 
 # %% ../../nbs/lib/models/14_matcher.ipynb #7be84c54
@@ -50,19 +50,7 @@ class Matcher(SceneNetwork):
         self.text = SceneText(vocabulary, width, text_layers)
         self.text_proj = nn.Linear(width, self.visual.output_dim)
         self.patches = nn.Linear(self.visual.conv1.out_channels, width)
-        self.cross = nn.ModuleList()
-        for _ in range(cross_layers):
-            self.cross.append(
-                nn.TransformerDecoderLayer(
-                    width,
-                    nhead=4,
-                    dim_feedforward=4 * width,
-                    dropout=0.0,
-                    activation="gelu",
-                    batch_first=True,
-                    norm_first=True,
-                )
-            )
+        self.cross = transformer_layers(nn.TransformerDecoderLayer, width, cross_layers)
         self.norm = nn.LayerNorm(width)
         self.itm = nn.Sequential(
             nn.Linear(width, 2 * width), nn.LayerNorm(2 * width), nn.GELU(), nn.Linear(2 * width, 2)

@@ -24,7 +24,7 @@ from .batches import step_indices
 from .config import computes_bf16
 from .optimizer import learning_rate
 from .step import attention_kernel
-from .steps import Trainee, check_batch, ship_run, train_steps
+from .steps import Trainee, check_batch, scene_trainee, ship_run, train_steps
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #0b7499f7
 def captioning_losses(
@@ -219,17 +219,7 @@ def train_captioner(
 
     def build() -> Trainee:
         training = _CaptionerTraining(cfg, data, scene_tokenizer(), device)
-        net = training.net
-        about = _training_fields(cfg)
-        about["train_data"] = data.describe()
-        about["vocabulary"] = len(net.text.vocabulary)
-        about["parameters"] = sum(parameter.numel() for parameter in net.parameters())
-
-        def save(path):
-            net.save(path, run=folder.name)
-
-        state = {"net": net, "optimizer": training.optimizer}
-        return Trainee(about, state, training.step, save)
+        return scene_trainee(training, _training_fields(cfg), folder)
 
     options = {"checkpoint_every": checkpoint_every, "log_every": 1, "on_log": on_log}
     return train_steps(folder, cfg.steps, build, resume, progress, **options)

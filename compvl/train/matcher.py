@@ -24,7 +24,7 @@ from .config import computes_bf16
 from .matching import matching_losses
 from .optimizer import learning_rate
 from .step import attention_kernel
-from .steps import Trainee, check_batch, ship_run, train_steps
+from .steps import Trainee, check_batch, scene_trainee, ship_run, train_steps
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #a7109cc6
 @dataclass(frozen=True)
@@ -158,17 +158,7 @@ def train_matcher(
 
     def build() -> Trainee:
         training = _MatcherTraining(cfg, data, scene_tokenizer(), device)
-        net = training.net
-        about = asdict(cfg)
-        about["train_data"] = data.describe()
-        about["vocabulary"] = len(net.text.vocabulary)
-        about["parameters"] = sum(parameter.numel() for parameter in net.parameters())
-
-        def save(path):
-            net.save(path, run=folder.name)
-
-        state = {"net": net, "optimizer": training.optimizer}
-        return Trainee(about, state, training.step, save)
+        return scene_trainee(training, asdict(cfg), folder)
 
     options = {"checkpoint_every": checkpoint_every, "log_every": 1, "on_log": on_log}
     return train_steps(folder, cfg.steps, build, resume, progress, **options)
