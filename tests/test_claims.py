@@ -9,6 +9,7 @@ from compvl.app.plan import select_notebooks
 from compvl.core import CompvlError, data_dir, notebook_number
 from compvl.paper.evidence import CLAIM_VERDICTS, Store
 from compvl.paper.ledger import BY_CONSTRUCTION, STATEMENTS, make_ledger
+from compvl.paper.published import published
 from compvl.paper.statements import Findings
 
 RESULTS = data_dir() / "results"
@@ -100,3 +101,14 @@ def test_a_finding_that_is_gone_is_an_error(tmp_path):
     others.to_csv(tmp_path / "tables/01_brittleness_contrasts.csv", index=False)
     with pytest.raises(CompvlError, match=test.test):
         make_ledger(Store(tmp_path, "micro"))
+
+
+def test_the_table_of_items_names_every_statement_and_existing_notebooks():
+    items = published("items").fillna("")
+    assert (items[["paper", "item", "content", "notebook", "deviation"]] != "").all(axis=None)
+    names = {path.stem for path in select_notebooks()}
+    assert set(items.notebook) <= names
+    named = [id for ids in items.statements for id in ids.split()]
+    assert sorted(named) == sorted(STATEMENTS)
+    for item in items.itertuples():
+        assert all(id.startswith(item.paper) for id in item.statements.split())

@@ -194,8 +194,8 @@ _COUNTS = {  # column of the ledger -> the verdicts of tests that it counts
     "opposite": [OPPOSITE],
 }
 LEDGER_COLUMNS = [
-    *"id paper kind where claim short rule tests difference lo hi published detectable".split(),
-    *"unit seeds".split(),
+    *"id paper kind where notebook claim short rule tests difference lo hi published".split(),
+    *"detectable unit seeds".split(),
     *_COUNTS,
     *"no_data verdict sentence".split(),
 ]
@@ -211,6 +211,7 @@ def ledger_row(found: Evaluation, profile: str) -> dict:
         paper=statement.paper,
         kind=statement.kind,
         where=statement.where,
+        notebook=" ".join(dict.fromkeys(notebook_number(t.stem) or "08" for t in statement.tests)),
         claim=statement.text,
         short=statement.short,
         rule=statement.rule if len(tests) > 1 else "",

@@ -74,6 +74,7 @@ def _shown(row) -> dict:
         "published": "–" if np.isnan(row.published) else difference_text(row.published),
         "tests": f"{row.tests}, {row.rule}" if row.rule else f"{row.tests}",
         "seeds": "–" if np.isnan(row.seeds) else f"{row.seeds:.0f}",
+        "notebook": row.notebook,
         "kind": row.kind,
         "verdict": _verdict_cell(row.verdict),
         "what was found": _markup(row.sentence),
