@@ -8,16 +8,17 @@ __all__ = ['CAE']
 # %% ../../nbs/lib/paper/18c_statements_cae.ipynb #16daefc6
 from itertools import product
 
+from ..attribution.tokens import ATTRIBUTIONS
 from .columns import ABLATION, COMPOSITION, RETRIEVAL, SIMILARITY, WITH_HN, Column
 from .published import published
-from .rows import ROWS, W_ATTR
+from .rows import ROWS
 from .statements import Contrast, Statement, Stored, differs, mean_of
 
 # %% ../../nbs/lib/paper/18c_statements_cae.ipynb #f6b212a8
 _TABLES_1_2_5 = "06_cae"
 _TABLE3 = "03_standard_zeroshot"
 _TABLE4 = "07_text_similarity"
-_CAE_KEYS = tuple(f"cae-{attribution}" for attribution in W_ATTR)
+_CAE_KEYS = tuple(f"cae-{attribution}" for attribution in ATTRIBUTIONS)
 _CLIP_FT = "clip-coco"
 _NAMES = {"clip": "CLIP", _CLIP_FT: "CLIP-FT", "hn": "CLIP-FT with HN"}
 
@@ -122,7 +123,7 @@ _ATTRIBUTION = [
         "Figure 6",
         "By attention, perturbation and gradient, too, objects receive more than relations",
         "objects before relations, others",
-        tuple(_objects_first(method, "relation") for method in W_ATTR if method != "gradcam"),
+        tuple(_objects_first(method, "relation") for method in ATTRIBUTIONS if method != "gradcam"),
         unit="hundredths",
     ),
     Statement(
@@ -130,7 +131,7 @@ _ATTRIBUTION = [
         "Figure 6",
         "Objects receive more than attributes",
         "objects before attributes",
-        tuple(_objects_first(method, "attribute") for method in W_ATTR),
+        tuple(_objects_first(method, "attribute") for method in ATTRIBUTIONS),
         unit="hundredths",
     ),
     Statement(
@@ -138,7 +139,7 @@ _ATTRIBUTION = [
         "Section 3",
         "L_attr lowers, by its own attribution, what objects receive beyond relations",
         "L_attr evens attribution out",
-        tuple(_more_even(method) for method in W_ATTR),
+        tuple(_more_even(method) for method in ATTRIBUTIONS),
         kind="premise",
         unit="hundredths",
         why=(
@@ -152,7 +153,7 @@ _ATTRIBUTION = [
         "On ARO's relations, accuracy is higher where the ratio of the attribution of relations to "
         "that of objects is higher",
         "right where relations count, ARO",
-        tuple(_right_by_relations(method) for method in W_ATTR),
+        tuple(_right_by_relations(method) for method in ATTRIBUTIONS),
         "most",
         unit="hundredths",
         why=(

@@ -9,7 +9,8 @@ __all__ = ['HP_TABLE1', 'HP_TABLE3', 'HP_TABLE8', 'HP_TABLE10', 'CAE_TABLE1', 'C
 # %% ../../nbs/lib/paper/04b_table_rows.ipynb #b4283ca2
 from dataclasses import replace
 
-from .rows import COMBINED_ROWS, LATER_ROWS, RARE_ROWS, ROWS, W_ATTR, Row, rows
+from ..attribution.tokens import ATTRIBUTIONS
+from .rows import COMBINED_ROWS, LATER_ROWS, RARE_ROWS, ROWS, Row, rows
 
 # %% ../../nbs/lib/paper/04b_table_rows.ipynb #abfac916
 HP_TABLE1 = rows(
@@ -46,8 +47,8 @@ _CLIP = replace(ROWS["clip"], label="CLIP")
 _CLIP_FT = replace(
     ROWS["clip-coco"], label="CLIP-FT", group="other finetuning", recipe="cae", optional=True
 )
-_ATTRIBUTIONS = rows(*(f"cae-{attribution}" for attribution in W_ATTR))
-_WITH_HN = rows(*(f"cae-{attribution}-hn" for attribution in W_ATTR))
+_ATTRIBUTIONS = rows(*(f"cae-{attribution}" for attribution in ATTRIBUTIONS))
+_WITH_HN = rows(*(f"cae-{attribution}-hn" for attribution in ATTRIBUTIONS))
 
 
 def _by_cae(row: Row, **changes) -> Row:
