@@ -271,12 +271,20 @@ def _applied(key: str, label: str, *kinds: str, **look) -> Row:
     return Row(key, label, "hard negatives of k applications", train=train, **look)
 
 
+def _same_length(k: int, color: str) -> Row:
+    """A row trained with hard negatives of k swaps or replacements, which add no word."""
+    kind = f"swap-replace-{k}"
+    return _applied(kind, f"HN, k = {k}, no ADD", kind, color=color, marker="D")
+
+
+_SAME_LENGTH_COLORS = ("#fdbe85", "#fd8d3c", "#a63603")
 _TCL_KINDS = ("tcl-1", "tcl-2", "tcl-3")
 _TCL_ROWS = [
     _applied("tcl-1", "HN, k = 1", "tcl-1", color="#7fcdbb", marker="v"),
     _applied("tcl-2", "HN, k = 2", "tcl-2", color="#1d91c0", marker="s"),
     _applied("tcl-3", "HN, k = 3", "tcl-3", color="#0c2c84", marker="^"),
     _applied("tcl-mix", "HN, k = 1–3", *_TCL_KINDS, color="#CC79A7", marker="*"),
+    *(_same_length(k, color) for k, color in zip((1, 2, 3), _SAME_LENGTH_COLORS, strict=True)),
 ]
 
 # %% ../../nbs/lib/paper/04_rows.ipynb #29755c9c

@@ -78,7 +78,18 @@ CAE_TABLE4 = [
 CAE_TABLE5 = [replace(row, group="") for row in (_CLIP, ROWS["attr-only"], _CLIP_FT, _CLIP_CAE)]
 
 # %% ../../nbs/lib/paper/04b_table_rows.ipynb #350b7142
-TCL_TABLE2 = rows("clip", "clip-coco", "hn", "tcl-1", "tcl-2", "tcl-3", "tcl-mix")
+TCL_TABLE2 = rows(
+    "clip",
+    "clip-coco",
+    "hn",
+    "tcl-1",
+    "tcl-2",
+    "tcl-3",
+    "tcl-mix",
+    "swap-replace-1",
+    "swap-replace-2",
+    "swap-replace-3",
+)
 DOSE = {
     "hn": {0.0: "hn-rare0", 0.3: "hn", 0.6: "hn-rare0.6", 1.0: "hn-rare1"},
     "hp+hn": {0.0: "hp+hn-rare0", 0.3: "hp+hn", 0.6: "hp+hn-rare0.6", 1.0: "hp+hn-rare1"},
