@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['gather_features', 'count_rows', 'itc_loss', 'hard_negative_loss', 'analogy_loss', 'attribution_loss', 'bag_loss',
            'bag_negative_loss', 'sigmoid_loss', 'sigmoid_pair_loss', 'softmax_bias', 'calibrated_negative_loss',
-           'intra_modal_loss', 'rank_loss', 'lead_of']
+           'intra_modal_loss', 'rank_loss', 'lead_of', 'unit_loss', 'triplet_loss']
 
 # %% ../nbs/lib/04_losses.ipynb #5cc28a5b
 import torch
@@ -92,6 +92,15 @@ def _same_group(groups: Tensor | None) -> Tensor | None:
     return same
 
 
+def _not_contrasted(groups: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    "Columns that leave a row's softmax: bool [B, global B]; None where no column does."
+    same = _same_group(groups)
+    if mask is None:
+        return same
+    absent = ~gather_features(mask)[None].expand(len(mask), -1)
+    return absent if same is None else absent | same
+
+
 def _masked(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Texts of each item as [B, K, D] with a mask [B, K]; `x` may be [B, D], and the mask None.
 
@@ -112,27 +121,29 @@ def itc_loss(
     negatives: Tensor | None = None,  # [B, D] or [B, K, D]: they join image-to-text denominators
     negatives_mask: Tensor | None = None,  # bool [B] or [B, K], True where there is a negative
     groups: Tensor | None = None,  # int64 [B]: items of one group are not contrasted
+    mask: Tensor | None = None,  # bool [B], True where there is an item; None: everywhere
 ) -> Tensor:
     """Image-text contrastive loss: ½ (CE(s I Tᵀ, diag) + CE(s T Iᵀ, diag)); a scalar.
 
-    Returns this process's share of the global batch's loss. Source: Radford et al. 2021, Figure 3;
-    `negatives`: Yuksekgonul et al. 2023 (NegCLIP), Section 4."""
+    Items that are not there are neither rows nor columns. Returns this process's share of the
+    global batch's loss. Source: Radford et al. 2021, Figure 3; `negatives`: Yuksekgonul et al. 2023
+    (NegCLIP), Section 4."""
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(_precise, (images, captions))
-        same = _same_group(groups)
+        excluded = _not_contrasted(groups, mask)
         labels = _own_columns(images)
-        to_text = scale * images @ gather_features(captions).T
-        excluded = same
-        if negatives is not None:
-            negatives, mask = _masked(negatives, negatives_mask)
-            to_negatives = scale * images @ gather_features(negatives.flatten(0, 1)).T
-            of_captions = torch.zeros_like(to_text, dtype=bool) if same is None else same
-            absent = ~gather_features(mask.flatten())[None].expand(len(images), -1)
-            to_text = torch.cat([to_text, to_negatives], 1)
-            excluded = torch.cat([of_captions, absent], 1)
         to_image = scale * captions @ gather_features(images).T
-        by_image = _share(_cross_entropy(to_text, labels, excluded))
-        by_caption = _share(_cross_entropy(to_image, labels, same))
+        by_caption = _share(_cross_entropy(to_image, labels, excluded), mask)
+        to_text = scale * images @ gather_features(captions).T
+        if negatives is not None:
+            negatives, present = _masked(negatives, negatives_mask)
+            to_negatives = scale * images @ gather_features(negatives.flatten(0, 1)).T
+            if excluded is None:
+                excluded = torch.zeros_like(to_text, dtype=bool)
+            absent = ~gather_features(present.flatten())[None].expand(len(images), -1)
+            to_text = torch.cat([to_text, to_negatives], 1)
+            excluded = torch.cat([excluded, absent], 1)
+        by_image = _share(_cross_entropy(to_text, labels, excluded), mask)
         return (by_image + by_caption) / 2
 
 # %% ../nbs/lib/04_losses.ipynb #fa43d760
@@ -367,7 +378,8 @@ def intra_modal_loss(
 
     Exactly zero where no row has a hard negative. Returns this process's share of the global
     batch's loss. Source: Zhang et al. 2024 (CE-CLIP); `get_imc_loss` in `src/open_clip/loss.py` of
-    lezhang7/Enhance-FineGrained."""
+    lezhang7/Enhance-FineGrained up to its commit 2d07821. The code there now leaves I_i·T_i out of
+    the row, so that its label points to the batch's first hard negative."""
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(_precise, (images, captions))
         negatives, mask = _masked(negatives, mask)
@@ -385,7 +397,7 @@ def rank_loss(
     negatives: Tensor,  # unit vectors [B, D] or [B, K, D], hard negatives of the captions
     scale: Tensor | float,  # s > 0
     mask: Tensor | None = None,  # bool [B] or [B, K], True where there is a hard negative
-    margin: Tensor | None = None,  # [K], in logits; None: `lead_of` this batch
+    margin: Tensor | float = 0.0,  # in logits, of all or [K] of the k-th
 ) -> Tensor:
     """Mean over i, k of max(0, margin_k + s I_i·N_ik − s I_i·T_i); a scalar.
 
@@ -397,8 +409,6 @@ def rank_loss(
         images, captions = map(_precise, (images, captions))
         negatives, mask = _masked(negatives, mask)
         leads = _leads(images, captions, negatives, scale)
-        if margin is None:
-            margin = lead_of(images, captions, negatives, scale, mask)
         return _share((margin - leads).clamp(min=0).flatten(), mask.flatten())
 
 
@@ -412,13 +422,66 @@ def _leads(images: Tensor, captions: Tensor, negatives: Tensor, scale) -> Tensor
 def lead_of(
     images: Tensor,
     captions: Tensor,
-    negatives: Tensor,  # [B, K, D]
+    negatives: Tensor,  # [B, D] or [B, K, D]
     scale: Tensor | float,
-    mask: Tensor,  # bool [B, K]
+    mask: Tensor | None = None,  # bool [B] or [B, K]
 ) -> Tensor:
     """How far captions are above their k-th hard negative, on average over the global batch: [K].
 
-    Arguments as of `rank_loss`. In logits, without gradient."""
-    leads = gather_features(_leads(images, captions, negatives, scale))
+    Arguments as of `rank_loss`. In logits, without gradient; 0 where no caption has a k-th."""
+    negatives, mask = _masked(negatives, mask)
+    leads = _leads(_precise(images), _precise(captions), negatives, scale)
     present = gather_features(mask)
-    return (leads * present).sum(0) / present.sum(0).clamp(min=1)
+    leads = gather_features(leads).masked_fill(~present, 0)
+    return leads.sum(0) / present.sum(0).clamp(min=1)
+
+# %% ../nbs/lib/04_losses.ipynb #2acccb19
+def unit_loss(
+    images: Tensor,  # unit vectors [B, D], this process's images
+    units: Tensor,  # unit vectors [B, K, D], K units of each caption; one K everywhere
+    foils: Tensor,  # unit vectors [B, K, D], a foil of each
+    scale: Tensor | float,  # s > 0
+    mask: Tensor | None = None,  # bool [B, K], True where there is a unit with a foil
+    groups: Tensor | None = None,  # int64 [B]: items of one group are not contrasted
+) -> Tensor:
+    """Mean over k of ½ (CE([s I U_kᵀ, s I_i·F_ik], diag) + CE(s U_k Iᵀ, diag)); a scalar.
+
+    Items without a k-th unit are neither rows nor columns. Exactly zero where no item has a unit.
+    Returns this process's share of the global batch's loss. Source: Kargi et al. 2026 (CS-CLIP);
+    `negclip_hard` in `alignment/losses.py` of kargibora/CS-CLIP."""
+    with torch.autocast(images.device.type, enabled=False):
+        images = _precise(images)
+        units, mask = _masked(units, mask)
+        foils, _ = _masked(foils, mask)
+        all_images = gather_features(images)
+        labels = _own_columns(images)
+        losses = []
+        for k in range(units.shape[1]):
+            present = mask[:, k]
+            excluded = _not_contrasted(groups, present)
+            to_units = scale * images @ gather_features(units[:, k]).T
+            to_foil = scale * (images * foils[:, k]).sum(-1, keepdim=True)
+            to_texts = torch.cat([to_units, to_foil], 1)
+            by_image = _cross_entropy(to_texts, labels, F.pad(excluded, (0, 1)))
+            by_unit = _cross_entropy(scale * units[:, k] @ all_images.T, labels, excluded)
+            losses.append(_share((by_image + by_unit) / 2, present))
+        return torch.stack(losses).mean()
+
+# %% ../nbs/lib/04_losses.ipynb #0a91be97
+def triplet_loss(
+    images: Tensor,  # unit vectors [B, D], this process's images
+    captions: Tensor,  # unit vectors [B, D], their captions
+    counter_images: Tensor,  # unit vectors [B, D], an image of each hard negative
+    negatives: Tensor,  # unit vectors [B, D], hard negatives of the captions
+    scale: Tensor | float,  # s > 0
+    mask: Tensor | None = None,  # bool [B], True where there are a hard negative and its image
+    groups: Tensor | None = None,  # int64 [B]: items of one group are not contrasted
+) -> Tensor:
+    """NegCLIP's loss of (I, T, N) and that of (I', N, T), I' the image of N; their sum, a scalar.
+
+    Items without a counterpart are in the first batch alone. Returns this process's share of the
+    global batch's loss. Source: Patel et al. 2024 (TripletCLIP); `tripletclip_loss` in
+    `src/openclip/src/loss.py` of tripletclip/TripletCLIP, where each item has a counterpart."""
+    of_items = itc_loss(images, captions, scale, negatives, mask, groups)
+    of_counterparts = itc_loss(counter_images, negatives, scale, captions, mask, mask=mask)
+    return of_items + of_counterparts

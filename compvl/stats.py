@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REPRODUCED', 'SMALLER', 'LARGER', 'TOO_WIDE', 'NO_EFFECT', 'OPPOSITE', 'VERDICTS', 'Interval', 'resampled_means',
-           'bootstrap', 'PairedInterval', 'resampled_difference', 'paired_bootstrap', 'Correlation', 'seed_bootstrap',
-           'verdict', 'equality_verdict', 'detectable']
+           'bootstrap', 'smaller_mean', 'PairedInterval', 'resampled_difference', 'paired_bootstrap', 'Correlation',
+           'seed_bootstrap', 'verdict', 'equality_verdict', 'detectable']
 
 # %% ../nbs/lib/02_stats.ipynb #52aae6be
 import math
@@ -91,12 +91,15 @@ def _joint_means(groups: list[np.ndarray], n_boot: int, rng) -> np.ndarray:
     return np.concatenate(blocks)
 
 
-def _group_means(groups: list[np.ndarray], n_boot: int, seed: int, joint: bool) -> np.ndarray:
-    """Equal-weight means over groups of `n_boot` resamples: float64 [n_boot]."""
+def _group_means(
+    groups: list[np.ndarray], n_boot: int, seed: int, joint: bool, weights=None
+) -> np.ndarray:
+    """Means over groups, by default of equal weight, of `n_boot` resamples: float64 [n_boot]."""
     rng = np.random.default_rng(seed)
     if joint:
         return _joint_means(groups, n_boot, rng)
-    return np.mean([resampled_means(group, n_boot, rng) for group in groups], axis=0)
+    means = [resampled_means(group, n_boot, rng) for group in groups]
+    return np.average(means, axis=0, weights=weights)
 
 # %% ../nbs/lib/02_stats.ipynb #5b1a3532
 def _percentiles(boot: np.ndarray, level: float) -> tuple[float, float]:
@@ -105,8 +108,8 @@ def _percentiles(boot: np.ndarray, level: float) -> tuple[float, float]:
     return float(lo), float(hi)
 
 
-def _mean_over_groups(groups: list[np.ndarray]) -> float:
-    return float(np.mean([group.mean() for group in groups]))
+def _mean_over_groups(groups: list[np.ndarray], weights=None) -> float:
+    return float(np.average([group.mean() for group in groups], weights=weights))
 
 
 def _total(groups: list[np.ndarray]) -> int:
@@ -119,15 +122,40 @@ def bootstrap(
     seed: int = 0,
     level: float = 0.95,  # share of the resampled means between the ends of the interval
     joint: bool = False,  # resample all groups as one sample, so that their sizes vary
+    weights: Sequence[float] | None = None,  # of the groups; None: equal; not with `joint`
 ) -> Interval:
-    """Mean over items with its percentile bootstrap interval; groups have equal weight.
+    """Mean over items with its percentile bootstrap interval; groups have equal weight by default.
 
     A group that a joint resample leaves empty is left out of its mean. Raises CompvlError for a
     value that is not a number and for an empty group.
     """
     groups = _groups(x)
-    lo, hi = _percentiles(_group_means(groups, n_boot, seed, joint), level)
-    return Interval(_mean_over_groups(groups), lo, hi, _total(groups))
+    lo, hi = _percentiles(_group_means(groups, n_boot, seed, joint, weights), level)
+    return Interval(_mean_over_groups(groups, weights), lo, hi, _total(groups))
+
+# %% ../nbs/lib/02_stats.ipynb #37468215
+def smaller_mean(
+    a,  # bool [N], one outcome per item
+    b,  # bool [N], another of the same items
+    n_boot: int = 1000,  # resamples
+    seed: int = 0,
+    level: float = 0.95,
+) -> Interval:
+    """The smaller of the means of `a` and `b`, with its percentile bootstrap interval.
+
+    Raises CompvlError where the numbers of items differ or are 0."""
+    a = np.asarray(a, dtype=bool)
+    b = np.asarray(b, dtype=bool)
+    if len(a) != len(b) or not len(a):
+        raise CompvlError(
+            f"the smaller of two means needs the same items, but there are {len(a)} and {len(b)}: "
+            "give both outcomes of each item, and at least one item"
+        )
+    counts = np.bincount(2 * a + b, minlength=4)  # neither, b alone, a alone, both
+    draws = np.random.default_rng(seed).multinomial(len(a), counts / len(a), n_boot)
+    means = np.stack([draws[:, 2] + draws[:, 3], draws[:, 1] + draws[:, 3]]) / len(a)
+    lo, hi = _percentiles(means.min(0), level)
+    return Interval(float(min(a.mean(), b.mean())), lo, hi, len(a))
 
 # %% ../nbs/lib/02_stats.ipynb #6761b182
 class PairedInterval(NamedTuple):

@@ -32,6 +32,7 @@ from compvl.microworld.scenes import scenes
 from compvl.microworld.vocabulary import lexicon, microworld_words
 from compvl.models.clip import create_model
 from compvl.models.towers import eot_positions
+from compvl.paper.kinds import kind_attributions
 
 BY_PASS = [method for method in ATTRIBUTIONS if method != "perturbation"]
 SOT = 18
@@ -76,9 +77,12 @@ def activation_of(clip):
 
 
 class Reference:
-    """S, attention weights and what follows from them, for one image feature and one caption."""
+    """S, attention weights and what follows from them, for one image feature and one caption.
 
-    def __init__(self, clip, image, tokens, x=None):
+    S is the cosine, or with `score='logit'` the logit; of the layers, those from `start` on."""
+
+    def __init__(self, clip, image, tokens, x=None, score="cosine", start=0):
+        self.start = start
         weights = {name: value.detach() for name, value in clip.state_dict().items()}
         heads = clip.transformer.resblocks[0].attn.num_heads
         positions = weights["positional_embedding"]
@@ -97,9 +101,11 @@ class Reference:
         y = F.layer_norm(y, y.shape[-1:], weights["ln_final.weight"], weights["ln_final.bias"])
         y = y[self.eot] @ weights["text_projection"]
         self.S = image @ y / (image.norm() * y.norm())
+        if score == "logit":
+            self.S = weights["logit_scale"].exp() * self.S
 
     def attention(self):
-        return torch.stack([a.mean(0)[self.eot] for a in self.A]).mean(0)
+        return torch.stack([a.mean(0)[self.eot] for a in self.A[self.start :]]).mean(0)
 
     def gradient(self):
         (grad,) = torch.autograd.grad(self.S, self.x, retain_graph=True)
@@ -111,15 +117,19 @@ class Reference:
         self.S.backward(retain_graph=True)
         R = torch.eye(len(self.x), dtype=self.x.dtype)
         for k, a in enumerate(self.A):
+            if k < self.start:
+                continue
             R = R + (self.grads[k] * a).clamp(min=0).mean(0) @ R
         return R[self.eot]
 
 
-def reference(clip, images, tokens, method):
+def reference(clip, images, tokens, method, score=None, start=0):
     """The reference's attribution [B, L] of a batch, caption by caption."""
+    score = score or ("cosine" if method == "gradient" else "logit")
     found = []
     for image, row in zip(images, tokens, strict=True):
-        found.append(getattr(Reference(clip, image, row), method)().detach())
+        of_caption = Reference(clip, image, row, score=score, start=start)
+        found.append(getattr(of_caption, method)().detach())
     return torch.stack(found)
 
 
@@ -212,6 +222,70 @@ def test_small_in_double(method):
         assert torch.allclose(got.sum(1), torch.ones(4, dtype=torch.float64), atol=1e-12)
 
 
+@pytest.mark.parametrize("score", ["logit", "cosine"])
+@pytest.mark.parametrize("method", ["gradcam", "gradient"])
+def test_the_score_is_the_logit_or_the_cosine(method, score):
+    clip = small()
+    got = text_attribution(clip, feats(), TOKENS, method, score=score)
+    want = reference(clip, feats(), TOKENS, method, score)
+    assert torch.allclose(got, want, atol=1e-12)
+    other = "cosine" if score == "logit" else "logit"
+    assert not torch.allclose(got, reference(clip, feats(), TOKENS, method, other), atol=1e-6)
+
+
+def test_of_logits_the_gradient_leaves_one_token(micro):
+    tokens = micro.tokenizer(some_captions(8))
+    torch.manual_seed(0)
+    images = torch.randn(8, micro.clip.text_projection.shape[1])
+    by_cosine = text_attribution(micro, images, tokens, "gradient")
+    by_logit = text_attribution(micro, images, tokens, "gradient", score="logit")
+    assert by_logit.amax(1).mean() > 0.9
+    assert by_cosine.amax(1).mean() < 0.75
+
+
+def chefer_notebook(clip, image, tokens, start_layer_text):
+    """Relevance of the text as in Chefer et al.'s CLIP_explainability.ipynb, one caption."""
+    of_caption = Reference(clip, image, tokens, score="logit")
+    of_caption.S.backward()
+    n = len(tokens)
+    R = torch.eye(n, n, dtype=image.dtype)
+    if start_layer_text == -1:
+        start_layer_text = len(of_caption.A) - 1
+    for i, attn_probs in enumerate(of_caption.A):
+        if i < start_layer_text:
+            continue
+        cam = of_caption.grads[i] * attn_probs.detach()
+        R = R + cam.clamp(min=0).mean(dim=0) @ R
+    return R[tokens.argmax()]
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, -1])
+def test_first_layer_as_in_chefers_notebook(start):
+    clip = small(layers=3)
+    got = text_attribution(clip, feats(), TOKENS, "gradcam", start_layer=start)
+    pairs = zip(feats(), TOKENS, strict=True)
+    want = torch.stack([chefer_notebook(clip, image, row, start) for image, row in pairs])
+    assert torch.allclose(got, want, atol=1e-12)
+    got = text_attribution(clip, feats(), TOKENS, "attention", start_layer=start)
+    assert torch.allclose(got, reference(clip, feats(), TOKENS, "attention", start=start % 3))
+
+
+@pytest.mark.parametrize("start", [3, -4])
+def test_a_layer_that_is_not_there(start):
+    clip = small(layers=3)
+    with pytest.raises(CompvlError, match="there are 3 layers"):
+        text_attribution(clip, feats(), TOKENS, "gradcam", start_layer=start)
+
+
+def test_logits_need_a_logit_scale():
+    clip = small()
+    want = text_attribution(clip, feats(), TOKENS, score="cosine")
+    del clip.logit_scale
+    with pytest.raises(CompvlError, match="score='cosine'"):
+        text_attribution(clip, feats(), TOKENS)
+    assert torch.equal(text_attribution(clip, feats(), TOKENS, score="cosine"), want)
+
+
 def test_gradient_by_finite_differences():
     clip = small()
     h = 1e-5
@@ -280,7 +354,8 @@ def perturbed(micro):
 
     def score(k, text):
         tokens = micro.tokenizer([text])
-        return (images[k] @ micro.encode_text(tokens, crop=False)[0]).item()
+        cosine = images[k] @ micro.encode_text(tokens, crop=False)[0]
+        return float((micro.logit_scale * cosine).detach())
 
     return made, tensors, got, score
 
@@ -559,7 +634,8 @@ def test_vit_map_is_chefers(pool):
     y = F.layer_norm(y, (16,), weights["ln_post.weight"], weights["ln_post.bias"])
     image = (y[0] if pool == "tok" else y[1:].mean(0)) @ weights["proj"]
     assert torch.allclose(image, clip.encode_image(pixels)[0])
-    grads = torch.autograd.grad(F.cosine_similarity(image, text, 0), attention)
+    score = clip.logit_scale.exp() * F.cosine_similarity(image, text, 0)
+    grads = torch.autograd.grad(score, attention)
     R = torch.eye(10, dtype=torch.float64)
     for a, grad in zip(attention, grads, strict=True):
         R = R + (grad * a).clamp(min=0).mean(0) @ R
@@ -568,6 +644,11 @@ def test_vit_map_is_chefers(pool):
     assert got.shape == (3, 3)
     assert torch.allclose(got.flatten(), want.detach(), atol=1e-12)
     assert got.max() > 0
+    last = torch.eye(10, dtype=torch.float64)
+    last = last + (grads[1] * attention[1]).clamp(min=0).mean(0)
+    want = last[0, 1:] if pool == "tok" else (last[1:, 1:] - torch.eye(9)).mean(0)
+    got = image_map(clip, pixels, TOKENS[:1], start_layer=-1)
+    assert torch.allclose(got.flatten(), want.detach(), atol=1e-12)
 
 
 def test_resnet_map_is_grad_cam():
@@ -577,7 +658,8 @@ def test_resnet_map_is_grad_cam():
     visual = clip.visual
     maps = visual.layer3(visual.layer2(visual.layer1(visual.stem(pixels))))
     maps = visual.layer4(maps).detach().requires_grad_()
-    (grad,) = torch.autograd.grad(F.cosine_similarity(visual.attnpool(maps)[0], text, 0), maps)
+    score = clip.logit_scale.exp() * F.cosine_similarity(visual.attnpool(maps)[0], text, 0)
+    (grad,) = torch.autograd.grad(score, maps)
     want = sum(grad[0, c].mean() * maps[0, c] for c in range(maps.shape[1])).clamp(min=0)
     got = image_map(clip, pixels, TOKENS[:1])
     assert got.shape == (2, 2)
@@ -621,8 +703,34 @@ def test_attribute(micro, scene_file, method):
     ]
 
 
+@pytest.mark.parametrize("method", ATTRIBUTIONS)
+def test_attribute_explains_what_the_tables_do(micro, scene_file, method):
+    words = microworld_words()
+    caption = "the red star is on the big box"
+    found = attribute(micro, scene_file, caption, method, words=words, draws=1)
+    table = kind_attributions(micro, [scene_file], [caption], method, draws=1, words=words)
+    assert found.explained == ("cosine" if method == "gradient" else "logit")
+    tokens = found.table("token")
+    mean_of = tokens.groupby("kind").score.mean()
+    for kind in ("object", "relation", "attribute"):
+        assert abs(float(table[kind][0]) - mean_of[kind]) < 1e-4 * max(1, abs(mean_of[kind]))
+
+
+def test_attribute_explains_the_other_score_by_name(micro, scene_file):
+    words = microworld_words()
+    scores = {}
+    for score in ("logit", "cosine"):
+        options = dict(method="perturbation", words=words, score=score)
+        scores[score] = torch.tensor(attribute(micro, scene_file, CAFE, **options).scores)
+    scale = float(micro.logit_scale)
+    assert torch.allclose(scores["logit"], scale * scores["cosine"], atol=1e-5)
+    assert scores["logit"].abs().max() > 1e-3
+    with pytest.raises(CompvlError, match="choose one of logit, cosine"):
+        attribute(micro, scene_file, CAFE, score="probability")
+
+
 def test_attribute_shows_the_picture(micro, scene_file, tmp_path):
-    found = attribute(micro, scene_file, CAFE, ATTRIBUTIONS[-1])
+    found = attribute(micro, scene_file, CAFE)
     assert found.picture.size == (96, 96)
     assert found.image_map.shape == (4, 4)
     heat = image_attribution(micro, scene_file, CAFE)

@@ -91,6 +91,7 @@ def test_help_needs_no_heavy_import():
             ["evaluate", "--benchmark", "swap", "--model", "micro-clip", "--model", "micro-clip"],
             ["more than once"],
         ),
+        (["evaluate", "--benchmark", "swap", "--models", "no-such.yaml"], ["no-such.yaml"]),
         (["evaluate", "--benchmark", "vtab-dtd"], ["vtab-dtd", "root"]),
         (["models", "no-such"], ["no-such", "negclip"]),
         (["evaluate", "--benchmark", "swap", "--fidelity", "no-such"], ["no-such", "corrected"]),
@@ -227,6 +228,80 @@ def test_a_repeated_evaluation_uses_what_is_kept(tmp_path, inside):
     assert status == 0, err
     assert "micro-clip:random" in out
     assert {path: path.stat().st_mtime_ns for path in kept[1:]} == written
+
+
+LIST = """\
+- name: micro-clip
+  label: base
+- name: micro-clip
+  weights: no-such.pt
+  label: lost
+- {name: micro-clip, weights: random, label: blank}
+"""
+
+
+def test_a_list_of_models(tmp_path, inside, monkeypatch):
+    """One that fails does not lose the others, and a second call encodes nothing."""
+    path = tmp_path / "models.yaml"
+    path.write_text(LIST)
+    options = ["--models", path, *SMALL, "--cache", tmp_path / "cache", "--json"]
+    status, out, err = inside("evaluate", *options)
+    assert status == 1
+    found = json.loads(out)
+    assert list(dict.fromkeys(row["model"] for row in found["figures"])) == ["base", "blank"]
+    assert {row["reference"] for row in found["differences"]} == {"base"}
+    assert list(found["failures"]) == ["lost"]
+    assert "no-such.pt" in found["failures"]["lost"]
+    assert "compvl: lost failed" in err
+
+    def encode(*_):
+        raise AssertionError("encoded again")
+
+    monkeypatch.setattr("compvl.models.clip.Model.encode_image", encode)
+    monkeypatch.setattr("compvl.models.clip.Model.encode_text", encode)
+    status, out, _ = inside("evaluate", *options)
+    assert status == 1
+    assert json.loads(out) == found
+    status, out, _ = inside("evaluate", *options, "--no-cache")
+    assert json.loads(out)["failures"]["base"] == "AssertionError: encoded again"
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("- name: micro-clip\n  weigths: base\n", ["line 2, entry 1", "'weigths'", "weights"]),
+        ("- name: micro-clip\n\n- label: x\n", ["line 3, entry 2", "no name"]),
+        ("name: micro-clip\n", ["must be a list"]),
+    ],
+)
+def test_mistakes_in_a_list_of_models(tmp_path, inside, text, says):
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    status, out, err = inside("evaluate", "--benchmark", "swap", "--models", path)
+    assert status == 2
+    assert not out
+    assert all(part in err for part in [str(path), *says]), err
+
+
+def test_a_list_of_models_in_two_processes(tmp_path):
+    """Figures and failures are those of one process, and are printed once."""
+    path = tmp_path / "models.yaml"
+    path.write_text(LIST.replace("random", "base"))
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "compvl"]
+    found = []
+    for number, program in enumerate((["-m", "compvl"], launch)):
+        options = ["--models", path, "--benchmark", "swap,winoground", "--n", "30", "--json"]
+        options += ["--device", "cpu", "--batch-size", "8", "--cache", tmp_path / str(number)]
+        done = subprocess.run(
+            [sys.executable, *program, "evaluate", *map(str, options)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 1, done.stderr
+        found.append(json.loads(done.stdout))
+    assert found[0] == found[1]
+    assert {row["model"] for row in found[0]["figures"]} == {"base", "blank"}
 
 
 def test_set_overrides_options_and_options_override_config(tmp_path, inside):

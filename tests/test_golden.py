@@ -22,7 +22,7 @@ from compvl.microworld.scenes import scenes
 from compvl.microworld.splits import SPLITS
 from compvl.paper.profiles import PROFILES
 from compvl.paper.rows import ROWS
-from compvl.paper.runs import run_config, seeds_of
+from compvl.paper.runs import config_name, run_config, seeds_of
 from compvl.paper.table_rows import HP_TABLE8
 from compvl.text import (
     NEGATIVES,
@@ -34,8 +34,6 @@ from compvl.text import (
     hard_positive,
     parse,
 )
-from compvl.train import TrainConfig, run_name
-from compvl.train.matcher import matcher_name
 
 GOLDEN = Path(__file__).with_name("golden.json")
 CAPTIONS = [
@@ -109,8 +107,7 @@ def run_names() -> dict:
                 config = run_config(row, profile, seed)
                 if config is None:
                     continue
-                name_of = run_name if isinstance(config, TrainConfig) else matcher_name
-                names[f"{profile.name}/{row.key}/{seed}"] = name_of(config)
+                names[f"{profile.name}/{row.key}/{seed}"] = config_name(config)
     return names
 
 

@@ -1,6 +1,7 @@
-"""report.html contains all it shows, and has no overflow, missing pictures or errors in a browser.
+"""Report pages contain all they show: no overflow, missing pictures or errors in a browser.
 
-The browser part runs only where there is a chromium.
+There are two: that of a reproduction, and that of an evaluation (`compvl evaluate --report`). The
+browser parts run only where there is a chromium.
 """
 
 import functools
@@ -9,14 +10,24 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 from html.parser import HTMLParser
 
 import nbformat
+import numpy as np
+import pandas as pd
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from PIL import Image
 
+from compvl.app import cli
+from compvl.app.card import card_html
+from compvl.app.checkpoints import Checkpoint
+from compvl.app.evaluations import evaluate_checkpoints
 from compvl.app.reproduction import reproduce
+from compvl.benchmarks.items import Benchmark, Triplet
+from compvl.benchmarks.loading import load_benchmarks
 
 FIGURE = """
 import matplotlib; matplotlib.use("agg")
@@ -198,15 +209,18 @@ def server(tmp_path):
         running.shutdown()
 
 
-@pytest.mark.skipif(
+in_a_browser = pytest.mark.skipif(
     browser() is None,
     reason="no chromium here: the report is shown in a browser only where there is one",
 )
-def test_in_a_browser(report, tmp_path, server):
+
+
+def look_at(page, folder, server):
+    """What a browser sees of a page at each width of the probe. Fails for errors of scripts."""
     address, requested = server
-    (tmp_path / "report.html").write_bytes(report.read_bytes())
-    (tmp_path / "probe.html").write_text(PROBE)
-    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    (folder / "report.html").write_bytes(page.read_bytes())
+    (folder / "probe.html").write_text(PROBE)
+    profile = f"--user-data-dir={folder / 'profile'}"
     command = [browser(), *OPTIONS, profile, f"{address}/probe.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     probed = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
@@ -214,9 +228,186 @@ def test_in_a_browser(report, tmp_path, server):
     seen = json.loads(probed[1])
     assert seen["errors"] == []
     assert not re.search(r"CONSOLE.*(?:rror|ailed)", done.stderr)
-    for width, page in seen["found"].items():
+    assert set(requested) <= {"/probe.html", "/report.html", "/favicon.ico"}
+    return seen["found"]
+
+
+@in_a_browser
+def test_in_a_browser(report, tmp_path, server):
+    seen = look_at(report, tmp_path, server)
+    for width, page in seen.items():
         assert page["overflow"] <= 0, (width, page)
         assert page["broken"] == 0, (width, page)
         assert page["images"] == 2, (width, page)
-    assert seen["found"]["360"]["scrolling"] >= 1  # the wide tables do, each in its box
-    assert set(requested) <= {"/probe.html", "/report.html", "/favicon.ico"}
+    assert seen["360"]["scrolling"] >= 1  # the wide tables do, each in its box
+
+
+# The report on models of one's own.
+
+
+class Tables(HTMLParser):
+    """The rows of a page's tables by section: the texts of their cells. Every tag is closed."""
+
+    VOID = {"meta", "link", "img", "br", "input"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.open = []
+        self.section = ""
+        self.rows = {}
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "section":
+            self.section = dict(attrs)["id"]
+        if tag == "tr":
+            self.rows.setdefault(self.section, []).append([])
+        if tag in ("td", "th"):
+            self.rows[self.section][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            self.rows[self.section][-1][-1] += data
+
+    def by_benchmark(self, section):
+        """{(benchmark, label of the row): cells of the row}."""
+        found = {}
+        for cells in self.rows[section]:
+            if len(cells) == 1:
+                benchmark = cells[0]
+            elif cells[0] != "benchmark":
+                found[benchmark, cells[0]] = cells[1:]
+        return found
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory):
+    """The folder of a report on two models, `card.html`, and of its figures, `card.csv`."""
+    folder = tmp_path_factory.mktemp("card")
+    models = ["--model", "micro-clip", "--model", "micro-clip:random"]
+    options = ["--benchmark", "triplets,coco-retrieval", "--n", "20", "--no-cache"]
+    files = ["--report", f"{folder}/card.html", "--csv", f"{folder}/card.csv"]
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = ["compvl", "evaluate", *models, *options, *files, "--device", "cpu"]
+        patch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert not end.value.code
+    return folder
+
+
+def test_card_contains_all_that_it_shows(card):
+    text = (card / "card.html").read_text()
+    page = Page(text)
+    tags = {tag for tag, _ in page.tags}
+    assert not {"script", "iframe", "object", "embed", "video", "audio", "form", "a"} & tags
+    pictures = page.attributes("img")
+    assert len(pictures) > 10
+    assert all(re.match("data:image/(png|jpeg);base64,", each["src"]) for each in pictures)
+    assert all(picture["alt"] for picture in pictures)
+    assert [link["href"] for link in page.attributes("link")] == ["data:,"]
+    assert not re.search(r"@import|url\(", text)
+    assert all("scroll" in classes for classes in page.tables)
+    headed = [table for table in text.split("<table")[1:] if "<th" in table.split("</table>")[0]]
+    assert len(headed) == len(page.tables)
+    assert len(text) < 2e6
+    assert "--benchmark triplets,coco-retrieval --n 20" in text
+    sections = "models standing figures differences brittleness failures attribution retrieval"
+    assert all(f'<section id="{name}">' in text for name in sections.split())
+    assert "not comparable with the published ones" in text
+
+
+def test_card_has_the_figures_of_the_csv(card):
+    """Each figure of a whole benchmark, and each of a group, with interval and count."""
+    tables = Tables((card / "card.html").read_text())
+    shown = tables.by_benchmark("figures") | tables.by_benchmark("groups")
+    titles = {"orig_acc": "original accuracy", "aug_acc": "augmented accuracy"}
+    csv = pd.read_csv(card / "card.csv")
+    hidden = ("coverage", "cut", "ties", "mean_c", "mean_n", "mean_p")
+    rows = csv[~csv.metric.isin(hidden) & ~csv.metric.str.startswith("text_only")]
+    compared = 0
+    for row in rows.itertuples():
+        metric = titles.get(row.metric, row.metric.replace("_", " "))
+        group = {"all": "", "macro": "macro average: "}.get(row.group, f"{row.group}: ")
+        cells = shown[row.benchmark, group + metric]
+        model = ["micro-clip", "micro-clip:random"].index(row.model)
+        value = f"{row.value:.1f} [{row.lo:.1f}, {row.hi:.1f}]"
+        assert re.fullmatch(re.escape(value) + r"( \d+ tied)?", cells[model]), (row, cells)
+        assert cells[2] == f"{row.n:.0f}"
+        compared += 1
+    assert compared > 60
+    assert {cells[3] for cells in tables.by_benchmark("groups").values()} == {"100.0"}
+
+
+def test_card_has_the_differences_of_the_csv(card):
+    shown = Tables((card / "card.html").read_text()).by_benchmark("differences")
+    csv = pd.read_csv(card / "card_differences.csv")
+    rows = csv[(csv.benchmark == "swap") & (csv.metric == "brittleness") & (csv.group == "all")]
+    row = rows.iloc[0]
+    cell = f"{row['diff']:+.1f} [{row.lo:+.1f}, {row.hi:+.1f}]"
+    assert shown["swap", "brittleness"] == [cell]
+
+
+@in_a_browser
+def test_card_in_a_browser(card, tmp_path, server):
+    for width, page in look_at(card / "card.html", tmp_path, server).items():
+        assert page["overflow"] <= 0, (width, page)
+        assert page["broken"] == 0, (width, page)
+        assert page["images"] > 10, (width, page)
+
+
+def photographs(folder, missing):
+    """REPLACE and SWAP on six small photographs, of which the last ones are missing."""
+    rng = np.random.default_rng(0)
+    for k in range(6 - missing):
+        pixels = rng.integers(0, 256, (60, 80, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{k}.jpg")
+    benchmarks = []
+    for name in ("replace-relations", "replace-attributes", "swap"):
+        items = []
+        for k in range(12):
+            texts = (f"a cat number {k}", f"a dog number {k}", f"one cat number {k}")
+            items.append(Triplet(f"{name}-{k}", str(folder / f"{k % 6}.jpg"), *texts, ""))
+        benchmarks.append(Benchmark(name, "triplet", items, "a test"))
+    return benchmarks
+
+
+def page_of(checkpoints, benchmarks, **options):
+    """The report of an evaluation, without differences."""
+    evaluations, failures = evaluate_checkpoints(
+        checkpoints, benchmarks, device="cpu", explain=True, **options
+    )
+    return card_html(evaluations, benchmarks, pd.DataFrame(), failures, "compvl evaluate")
+
+
+def test_card_of_photographs_with_missing_images(tmp_path):
+    """The models stand among published rows; coverage is what it is."""
+    benchmarks = photographs(tmp_path, missing=2)
+    page = page_of([Checkpoint("micro-clip")], benchmarks, skip_damaged=True)
+    shown = Tables(page).by_benchmark("figures")
+    assert shown["swap", "brittleness"][1:] == ["8", "66.7", "0"]
+    assert "Grey and hollow: the published rows of Table 1" in page
+    assert "not comparable" not in page
+
+
+def test_card_of_a_joint_scorer_without_triplets():
+    """What cannot be shown is said in a sentence."""
+    benchmarks = load_benchmarks(["winoground", "svo-probes"], n=10)
+    page = page_of([Checkpoint("micro-xvlm"), Checkpoint("micro-clip", "no-such.pt")], benchmarks)
+    Tables(page)
+    for sentence in (
+        "Neither REPLACE (both parts) nor SWAP was evaluated.",
+        "No benchmark of triplets was evaluated",
+        "No retrieval benchmark was evaluated.",
+        "micro-clip:no-such.pt: ",
+        "pairs a second",
+    ):
+        assert sentence in page
+    page = page_of([Checkpoint("micro-xvlm")], load_benchmarks("swap", n=5))
+    assert "micro-xvlm scores image and caption jointly" in page

@@ -6,6 +6,7 @@ import argparse
 import csv
 import dataclasses
 import importlib.util
+import json
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from unittest.mock import patch
 
 import numpy as np
 import open_clip
@@ -22,11 +24,13 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
+from typer.testing import CliRunner
 
+from compvl.app.cli import app
 from compvl.core import CompvlError, data_dir
 from compvl.downloads import DATASETS, status
 from compvl.models.blip import load_cross_encoder
-from compvl.models.clip import Model, create_model, register_configs
+from compvl.models.clip import Model, create_model, is_repository, register_configs
 from compvl.models.pairs import PairScorer
 from compvl.models.releases import ZOO
 from compvl.models.weights import activation, load_weights, read_weights
@@ -155,6 +159,19 @@ def in_a_clip(state):
     return dict(model_state_dict=prefixed(state, "clip."))
 
 
+def beside_a_head(state):  # CS-CLIP
+    return prefixed(state, "model.") | {"head.logit_scale": torch.ones(())}
+
+
+def with_options_of_a_run(state):  # CoN-CLIP
+    args = argparse.Namespace(lr=1e-6, clip_model_name="ViT-B/32", device="cuda:0")
+    return dict(model=state, optimizer=dict(state={}, param_groups=[dict(lr=1e-6)]), args=args)
+
+
+def under_model_state_dict(state):  # TripletCLIP
+    return dict(model_state_dict=state, optimizer_state_dict=dict(state={}), epoch=9)
+
+
 def half(state):
     return {name: value.half() for name, value in state.items()}
 
@@ -188,6 +205,9 @@ def custom_text(state):
         compiled,
         in_a_wrapper,
         in_a_clip,
+        beside_a_head,
+        with_options_of_a_run,
+        under_model_state_dict,
         half,
         with_extras,
         custom_text,
@@ -781,16 +801,62 @@ def test_entry_is_whole(name):
     entry = ZOO[name]
     described = entry.row and entry.homepage.startswith("https://") and entry.licence
     assert (described and entry.formats) or entry.note
+    repository = is_repository(entry.architecture)
     if not entry.pairwise:
-        assert entry.architecture in register_configs()
+        assert repository or entry.architecture in register_configs()
         assert entry.activation in ("gelu", "quick_gelu")
-        assert bool(entry.tag) != bool(entry.dataset)
+        assert sum([bool(entry.tag), bool(entry.dataset), repository]) == 1
     if entry.tag:
         assert open_clip.get_pretrained_cfg(entry.architecture, entry.tag)
     if entry.dataset:
         data = DATASETS[entry.dataset]
         assert data.kind == "checkpoint"
         assert data.files[0].path == f"checkpoints/{entry.name}/{entry.file}"
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_entry_says_what_is_confirmed(name):
+    shown = CliRunner().invoke(app, ["models", name]).output
+    confirmed = re.search(r"^confirmed: .+?(?=^not confirmed: )", shown, re.MULTILINE | re.DOTALL)
+    assert confirmed and len(confirmed[0]) > 40
+    assert "never opened" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 160  # a long address may not be broken
+    row = zoo_table().set_index("name").loc[name]
+    for text in (row.confirmed, row.note):
+        assert text.endswith(".")
+        assert "  " not in text
+
+
+# Names that the tables of methods since 2024 use.
+RECENT = [
+    "ce-clip",
+    "fsc-clip",
+    "clic",
+    "read-clip",
+    "degla",
+    "tripletclip",
+    "spec-clip",
+    "cs-clip",
+]
+
+
+@pytest.mark.parametrize("name", RECENT)
+def test_methods_since_2024_say_how_to_get_them(name, monkeypatch):
+    monkeypatch.delenv("COMPVL_DATA_ROOT", raising=False)
+    unreachable = patch("socket.getaddrinfo", side_effect=OSError("no name server"))
+    proxies = {"HTTPS_PROXY": "", "https_proxy": "", "ALL_PROXY": ""}
+    with unreachable, patch.dict(os.environ, proxies), pytest.raises(CompvlError) as error:
+        load_zoo(name, device="cpu")
+    assert re.search("Get |compvl data fetch|fetch them from", str(error.value))
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if ZOO[name].tag])
+def test_activation_of_a_tag(name):
+    """The zoo's activation is the one that open_clip records for the weights."""
+    entry = ZOO[name]
+    recorded = open_clip.get_pretrained_cfg(entry.architecture, entry.tag).get("quick_gelu")
+    recorded = recorded or open_clip.get_model_config(entry.architecture).get("quick_gelu")
+    assert entry.activation == ("quick_gelu" if recorded else "gelu")
 
 
 NO_RELEASE = {"Random Chance", "Human Estimate", "CLIP", "SDS-CLIP", "CLIP-FT", "Avg."}
@@ -842,6 +908,20 @@ def test_weights_are_found_under_the_root(original, tmp_path, monkeypatch):
     other_name.rename(folder / "negclip.pth")  # the published name wins
     assert same(open_model("negclip", device="cpu").clip, original)
     assert status(tmp_path, ["negclip"]).state[0] == "present"
+
+
+def test_repository_of_the_zoo_under_the_root(original, tmp_path, monkeypatch):
+    monkeypatch.delenv("COMPVL_DATA_ROOT", raising=False)
+    folder = tmp_path / "checkpoints" / "clic"
+    folder.mkdir(parents=True)
+    config = open_clip.get_model_config("micro-clip")  # says nothing of its activation
+    (folder / "open_clip_config.json").write_text(json.dumps(dict(model_cfg=config)))
+    save_file(original.state_dict(), folder / "open_clip_model.safetensors")
+    states = zoo_table(tmp_path).set_index("name").state
+    assert (states["clic"], states["clic-vit-l-14"]) == ("present", "absent")
+    model = open_model("clic", root=tmp_path, device="cpu")
+    assert activation(model.clip) == "quick_gelu"
+    assert same(model.clip, original)
 
 
 def test_unknown_names():

@@ -5,6 +5,7 @@
 # %% ../../nbs/lib/attribution/01_attention.ipynb #50a87a22
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core import CompvlError
+from ..core import CompvlError, pick
 
 # %% auto #0
-__all__ = ['plain_attention', 'watched', 'as_found', 'relevance', 'wide', 'unit', 'image_features']
+__all__ = ['SCORES', 'plain_attention', 'watched', 'as_found', 'relevance', 'wide', 'unit', 'image_features', 'score_scale']
 
 # %% ../../nbs/lib/attribution/01_attention.ipynb #29841f33
 def plain_attention(blocks: Iterable[nn.Module]) -> bool:
@@ -151,3 +152,21 @@ def image_features(
     with torch.set_grad_enabled(graph):
         x = unit(clip.encode_image(x) if x.ndim == 4 else x)
     return x if graph else x.detach()
+
+# %% ../../nbs/lib/attribution/01_attention.ipynb #b5a69f3d
+SCORES = ("logit", "cosine")
+
+
+def score_scale(clip: nn.Module, score: str = "logit") -> Tensor | float:
+    """What the cosine is multiplied by in a score, one of `SCORES`: without gradient, at most 100.
+
+    Raises CompvlError for the logit of a model that has no logit scale."""
+    if pick(score, SCORES, "score") == "cosine":
+        return 1.0
+    logit_scale = getattr(clip, "logit_scale", None)
+    if logit_scale is None:
+        raise CompvlError(
+            f"{type(clip).__name__} has no logit_scale, so its logits are not known: "
+            "explain the cosine (score='cosine'), or give it one (nn.Parameter, the logarithm)."
+        )
+    return logit_scale.detach().clamp(max=math.log(100)).exp()

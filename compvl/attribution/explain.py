@@ -32,7 +32,7 @@ from compvl.attribution.replacements import (
     replacements,
     tokenize_replacements,
 )
-from .tokens import ATTRIBUTIONS, text_attribution
+from .tokens import ATTRIBUTIONS, explained_score, text_attribution
 from ..core import pick
 from ..models.clip import Model
 from ..text.lexicon import Words
@@ -55,12 +55,13 @@ class Attribution:
 
     caption: str
     method: str
-    score: float  # the cosine
+    score: float  # the cosine of image and caption
     spans: tuple[tuple[int, int], ...]  # of each token, its characters of the caption
     scores: tuple[float, ...]  # attribution of each token
     parsed: Parse = field(repr=False)
     picture: Image.Image = field(repr=False, compare=False)  # what the model saw
     image_map: np.ndarray = field(repr=False, compare=False)  # float [h, w]
+    explained: str = "logit"  # what `scores` explain: 'logit' or 'cosine'
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -170,7 +171,7 @@ def _figure(attribution: Attribution, width: int):
     ax.set(xlim=(0, width), ylim=(lines, 0))
     attribution.draw_text(ax, width=width)
     foot = lines - 0.3
-    label = f"{attribution.method}, cosine {attribution.score:.3f}"
+    label = f"{attribution.method} of the {attribution.explained}, cosine {attribution.score:.3f}"
     ax.text(0, foot, label, fontsize=7, color="#555555")
     for k, (kind, hue) in enumerate(HUES.items()):
         ax.text(width - 24 + 9 * k, foot, kind, fontsize=7, color=hue)
@@ -178,12 +179,13 @@ def _figure(attribution: Attribution, width: int):
 
 # %% ../../nbs/lib/attribution/06_explain.ipynb #40c2a3c2
 def _perturbation(
-    model: Model, image: Tensor, tokens: Tensor, parsed: Parse, caption: str, **options
+    model: Model, image: Tensor, tokens: Tensor, parsed: Parse, score: str, **options
 ) -> Tensor:
     """Attribution [1, L] of one caption by perturbation; `options` of `replacements`."""
-    made = replacements([caption], parsed=[parsed], **options)
-    perturbed = tokenize_replacements([caption], made, model.tokenizer)
-    return perturbation_attribution(model, image, tokens, perturbed)
+    captions = [parsed.text]
+    made = replacements(captions, parsed=[parsed], **options)
+    perturbed = tokenize_replacements(captions, made, model.tokenizer)
+    return perturbation_attribution(model, image, tokens, perturbed, score=score)
 
 # %% ../../nbs/lib/attribution/06_explain.ipynb #c6c95fad
 def attribute(
@@ -194,25 +196,35 @@ def attribute(
     words: Words | None = None,  # for perturbation, as in `replacements`
     draws: int | None = 16,  # likewise
     seed: int = 0,  # likewise
+    *,
+    score: str | None = None,  # 'logit' or 'cosine'; None: see `explained_score`
+    start_layer: int = 0,  # attention, gradcam and the image's map: the first layer; -1: the last
 ) -> Attribution:
     """How much each token of `caption` counts for its score with `image`.
 
+    What is explained by default is what training and the tables explain: the logit, and for the
+    gradient the cosine. `score="logit"` with the gradient is equation 10 of Li et al. as printed.
+    Chefer et al.'s notebook for CLIP has `start_layer=-1`.
+
     `.table()` and `.figure()` of the result show it. The model is left as found. Raises CompvlError
     for a model or tokenizer that is not supported, and for an image that cannot be read."""
+    # Longer than 40 lines: the signature and what it returns.
     pick(method, ATTRIBUTIONS, "method")
+    score = explained_score(method, score)
     parsed = parse(caption)
     spans = token_spans(caption, model.tokenizer)
     picture, pixels = open_picture(model, image)
     tokens = model.tokenizer([caption]).to(model.device)
     with as_found(model.clip, True), torch.no_grad():
         image_feature = model.encode_image(pixels)
-        score = float((image_feature * model.encode_text(tokens)).sum())
+        cosine = float((image_feature * model.encode_text(tokens)).sum())
+    layers = {"score": score, "start_layer": start_layer}
     if method == "perturbation":
         options = {"draws": draws, "seed": seed, "words": words}
-        scores = _perturbation(model, image_feature, tokens, parsed, caption, **options)
+        scores = _perturbation(model, image_feature, tokens, parsed, score, **options)
     else:
-        scores = text_attribution(model, image_feature, tokens, method)
-    heat = image_map(model.clip, pixels, tokens).cpu().numpy()
+        scores = text_attribution(model, image_feature, tokens, method, **layers)
+    heat = image_map(model.clip, pixels, tokens, **layers).cpu().numpy()
     found = []
     for span, value in zip(spans, scores[0].tolist(), strict=True):
         if span[0] >= 0:
@@ -220,10 +232,11 @@ def attribute(
     return Attribution(
         caption,
         method,
-        score,
+        cosine,
         spans=tuple(span for span, _ in found),
         scores=tuple(value for _, value in found),
         parsed=parsed,
         picture=picture,
         image_map=heat,
+        explained=score,
     )

@@ -13,7 +13,15 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import CenterCrop
 
-from .attention import as_found, plain_attention, relevance, unit, watched
+from compvl.attribution.attention import (
+    as_found,
+    plain_attention,
+    relevance,
+    score_scale,
+    unit,
+    watched,
+)
+from .tokens import check_start_layer
 from ..core import CompvlError
 from ..images import open_image
 from ..models.clip import Model
@@ -43,11 +51,13 @@ def open_picture(model: Model, image) -> tuple[Image.Image, Tensor]:
     return picture, pixels
 
 # %% ../../nbs/lib/attribution/04_image_map.ipynb #f92e4668
-def _vit_map(clip: nn.Module, pixels: Tensor, text: Tensor) -> Tensor:
-    """GradCAM of an image [1, 3, H, W] and unit vectors [1, D] of a caption: float [h, w]."""
+def _vit_map(clip: nn.Module, pixels: Tensor, text: Tensor, start_layer: int) -> Tensor:
+    """GradCAM of an image [1, 3, H, W] and scaled text features [1, D]: float [h, w]."""
     visual = clip.visual
+    check_start_layer(start_layer, len(visual.transformer.resblocks))
     with watched(visual.transformer.resblocks, "all") as weights:
         score = (unit(clip.encode_image(pixels)) * text).sum()
+    weights = weights[start_layer:]
     n = weights[0].shape[-1] - 1
     if visual.pool_type == "tok":
         first = torch.zeros(1, dtype=torch.long, device=pixels.device)
@@ -58,8 +68,10 @@ def _vit_map(clip: nn.Module, pixels: Tensor, text: Tensor) -> Tensor:
     return read[0, 1:].detach().unflatten(0, visual.grid_size)
 
 # %% ../../nbs/lib/attribution/04_image_map.ipynb #854326ea
-def _resnet_map(clip: nn.Module, pixels: Tensor, text: Tensor) -> Tensor:
-    """Grad-CAM of an image [1, 3, H, W] and unit vectors [1, D] of a caption: float [h, w]."""
+def _resnet_map(clip: nn.Module, pixels: Tensor, text: Tensor, start_layer: int) -> Tensor:
+    """Grad-CAM of an image [1, 3, H, W] and scaled text features [1, D]: float [h, w].
+
+    There are no layers of attention, so `start_layer` does not count."""
     kept = []
 
     def keep(module, inputs, output):
@@ -96,22 +108,32 @@ def _map_of(clip: nn.Module):
     )
 
 
-def image_map(clip: nn.Module, pixels: Tensor, tokens: Tensor) -> Tensor:
+def image_map(
+    clip: nn.Module, pixels: Tensor, tokens: Tensor, score: str = "logit", start_layer: int = 0
+) -> Tensor:
     """As `image_attribution`, of an open_clip module, pixels [1, 3, H, W] and tokens [1, L]."""
     compute = _map_of(clip)
+    scale = score_scale(clip, score)
     with as_found(clip, True):
         with torch.no_grad():
-            text = unit(encode_text(clip, tokens))
+            text = scale * unit(encode_text(clip, tokens))
         with torch.enable_grad():
-            return compute(clip, pixels.detach().clone().requires_grad_(), text)
+            return compute(clip, pixels.detach().clone().requires_grad_(), text, start_layer)
 
 # %% ../../nbs/lib/attribution/04_image_map.ipynb #ee8afbd0
-def image_attribution(model: Model, image, caption: str) -> Tensor:
+def image_attribution(
+    model: Model,
+    image,  # path, PIL image, scene, or an item's image
+    caption: str,
+    score: str = "logit",  # or 'cosine'
+    start_layer: int = 0,  # of a ViT, the first layer that counts; -1: the last alone
+) -> Tensor:
     """GradCAM's map of where in the image the score with `caption` comes from.
 
     Returns float [h, w], at least 0: patches (ViT), or cells of the last feature map (ResNet).
-    `image`: path, PIL image, scene, or an item's image. The model is left as found. Raises
-    CompvlError for other image towers, and for an image that cannot be read.
-    Source: Chefer et al. 2021; Selvaraju et al. 2017."""
+    The model is left as found. Raises CompvlError for other image towers, for an image that cannot
+    be read, and for a layer that is not there. Chefer et al.'s notebook for CLIP takes the last
+    layer alone. Source: Chefer et al. 2021; Selvaraju et al. 2017."""
     _, pixels = open_picture(model, image)
-    return image_map(model.clip, pixels, model.tokenizer([caption]).to(model.device))
+    tokens = model.tokenizer([caption]).to(model.device)
+    return image_map(model.clip, pixels, tokens, score, start_layer)

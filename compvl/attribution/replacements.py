@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import as_found, image_features, unit
+from .attention import as_found, image_features, score_scale, unit
+from .tokens import explained_score
 from ..models.towers import encode_text
 from ..text.inflection import plural
 from ..text.lexicon import Words
@@ -135,7 +136,7 @@ def perturbation_scores(
     owner: Tensor,  # as in `Perturbation`
     where: Tensor,  # as in `Perturbation`
 ) -> Tensor:
-    """Mean over a token's replacements of S(T, sg(I)) − S(T_p, sg(I)).
+    """Mean over a token's replacements of S(T, sg(I)) − S(T_p, sg(I)), S the cosine.
 
     float [B, L], in [-2, 2], zero at tokens without replacement. Differentiable by `text` and
     `perturbed`. Source: Li et al. 2024 (CAE)."""
@@ -156,6 +157,7 @@ def perturbation_attribution(
     tokens: Tensor,  # int64 [B, L]
     perturbed: Perturbation,
     create_graph: bool = False,  # as for `text_attribution`
+    score: str | None = None,  # likewise
 ) -> Tensor:
     """Attribution of each token by perturbation: float [B, L]; errors as for `text_attribution`.
 
@@ -166,7 +168,9 @@ def perturbation_attribution(
         images = image_features(clip, images_or_features, tokens, False)
         features = encode_text(clip, torch.cat([tokens, perturbed.tokens]))
         text, others = features.split([len(tokens), len(perturbed.tokens)])
-        return perturbation_scores(images, text, others, perturbed.owner, perturbed.where)
+        scale = score_scale(clip, explained_score("perturbation", score))
+        fall = perturbation_scores(images, text, others, perturbed.owner, perturbed.where)
+        return scale * fall
 
 # %% ../../nbs/lib/attribution/03_replacements.ipynb #964c397c
 def caption_masks(

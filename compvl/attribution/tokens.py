@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compvl.attribution.attention import (
+    SCORES,
     as_found,
     image_features,
     plain_attention,
     relevance,
+    score_scale,
     unit,
     watched,
     wide,
@@ -25,10 +27,19 @@ from ..core import CompvlError, pick
 from ..models.towers import TextTower, eot_positions, length_parts, text_tower
 
 # %% auto #0
-__all__ = ['ATTRIBUTIONS', 'text_attribution']
+__all__ = ['ATTRIBUTIONS', 'explained_score', 'check_start_layer', 'text_attribution']
 
 # %% ../../nbs/lib/attribution/02_tokens.ipynb #c2130446
 ATTRIBUTIONS = ("attention", "gradcam", "perturbation", "gradient")
+
+
+def explained_score(method: str, score: str | None = None) -> str:
+    """The score that a method explains, one of `SCORES`; None: as in training and in the tables.
+
+    That is the logit, and for the gradient the cosine."""
+    if score is not None:
+        return pick(score, SCORES, "score")
+    return "cosine" if method == "gradient" else "logit"
 
 # %% ../../nbs/lib/attribution/02_tokens.ipynb #28ebcb51
 def _tower(clip: nn.Module) -> TextTower:
@@ -78,31 +89,39 @@ def _forward(clip, tower: TextTower, tokens: Tensor, keep: str | None, grad: boo
     return _Forward(order, lengths, eot, embedded, weights, text)
 
 # %% ../../nbs/lib/attribution/02_tokens.ipynb #ee65a71e
-def _attention_rows(forward: _Forward) -> list[Tensor]:
+def _attention_rows(forward: _Forward, start_layer: int) -> list[Tensor]:
     """EOT's weights, mean over layers and heads: [b, n] of each part."""
-    return [torch.stack(layers).mean((0, 2)) for layers in forward.weights]
+    return [torch.stack(layers[start_layer:]).mean((0, 2)) for layers in forward.weights]
 
 
-def _gradient_rows(forward: _Forward, images: Tensor, create_graph: bool) -> list[Tensor]:
+def _gradient_rows(forward: _Forward, scores: Tensor, create_graph: bool) -> list[Tensor]:
     """Softmax over the tokens up to EOT of Σ_j |∂S/∂x_ij|: [B, n], as one part."""
-    score = (images * forward.text).sum()
-    (grad,) = torch.autograd.grad(score, [forward.embedded], create_graph=create_graph)
+    (grad,) = torch.autograd.grad(scores.sum(), [forward.embedded], create_graph=create_graph)
     eot = torch.cat(forward.eot)
     behind = torch.arange(grad.shape[1], device=grad.device) > eot[:, None]
     return [grad.abs().sum(-1).masked_fill(behind, -torch.inf).softmax(-1)]
 
 
 def _gradcam_rows(
-    forward: _Forward, images: Tensor, scale: float | Tensor, create_graph: bool
+    forward: _Forward, scores: Tensor, start_layer: int, create_graph: bool
 ) -> list[Tensor]:
     """EOT's row of R: [b, n] of each part."""
-    score = scale * (images * forward.text).sum()
-    weights = list(chain.from_iterable(forward.weights))
-    grads = iter(torch.autograd.grad(score, weights, create_graph=create_graph))
+    kept = [layers[start_layer:] for layers in forward.weights]
+    weights = list(chain.from_iterable(kept))
+    grads = iter(torch.autograd.grad(scores.sum(), weights, create_graph=create_graph))
     rows = []
-    for layers, eot, n in zip(forward.weights, forward.eot, forward.lengths, strict=True):
+    for layers, eot, n in zip(kept, forward.eot, forward.lengths, strict=True):
         rows.append(relevance(layers, [next(grads) for _ in layers], F.one_hot(eot, n)))
     return rows
+
+# %% ../../nbs/lib/attribution/02_tokens.ipynb #9a63388d
+def check_start_layer(start_layer: int, layers: int):
+    """Raise CompvlError where no layer, or no such layer, is left from `start_layer` on."""
+    if not -layers <= start_layer < layers:
+        raise CompvlError(
+            f"start_layer={start_layer}, but there are {layers} layers: "
+            f"give 0 (all of them) to {layers - 1}, or -1 for the last alone."
+        )
 
 # %% ../../nbs/lib/attribution/02_tokens.ipynb #2a3b500b
 def text_attribution(
@@ -112,7 +131,8 @@ def text_attribution(
     method: str = "gradcam",  # 'attention', 'gradcam' or 'gradient'
     create_graph: bool = False,  # differentiable by the weights and by the image features
     features: bool = False,  # return text features too
-    scale: float | Tensor = 1.0,  # for gradcam the score is `scale` times the cosine
+    score: str | None = None,  # of `SCORES`; None: see `explained_score`
+    start_layer: int = 0,  # attention and gradcam: the first layer; -1: the last alone
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attribution of each token in the score of image and caption: float [B, L], 0 behind EOT.
 
@@ -121,12 +141,12 @@ def text_attribution(
     With `features`, returns (attribution, unit vectors [B, D] of the captions, of the same pass).
 
     With `create_graph` the model runs in the mode it is in; else it runs in eval mode, and no graph
-    is kept. The model is left as found. With `scale` the logit scale, gradcam is that of the
-    logits; gradient is always that of the cosine, since its softmax, of logits, would single out
-    one token.
+    is kept. The model is left as found. No gradient reaches the logit scale. Li et al. read all
+    layers (`start_layer` 0); Chefer et al.'s notebook for CLIP takes the last alone (-1).
 
-    Raises CompvlError for a text tower that is not open_clip's causal transformer, and for shapes
-    that do not go together. Source: Li et al. 2024 (CAE); Chefer et al. 2021, equations 5 and 6."""
+    Raises CompvlError for a text tower that is not open_clip's causal transformer, for shapes that
+    do not go together, for the logit of a model without logit scale, and for a layer that is not
+    there. Source: Li et al. 2024 (CAE); Chefer et al. 2021, equations 5 and 6."""
     # Longer than 40 lines: the signature; the steps share one state of the model.
     if pick(method, ATTRIBUTIONS, "method") == "perturbation":
         raise CompvlError(
@@ -135,19 +155,21 @@ def text_attribution(
         )
     clip = getattr(model, "clip", model)
     tower = _tower(clip)
+    check_start_layer(start_layer, len(tower.parts.transformer.resblocks))
+    scale = score_scale(clip, explained_score(method, score)) if method != "attention" else 1.0
     keep = {"attention": "row", "gradcam": "all", "gradient": "none" if create_graph else None}
     grad = method != "attention"
     with as_found(clip, not create_graph), torch.set_grad_enabled(create_graph or grad):
         images = image_features(clip, images_or_features, tokens, create_graph)
         forward = _forward(clip, tower, tokens, keep[method], grad)
-        images = images[forward.order]
         with torch.autocast(tokens.device.type, enabled=False):
+            scores = scale * (images[forward.order] * forward.text).sum(1)
             if method == "attention":
-                rows = _attention_rows(forward)
+                rows = _attention_rows(forward, start_layer)
             elif method == "gradient":
-                rows = _gradient_rows(forward, images, create_graph)
+                rows = _gradient_rows(forward, scores, create_graph)
             else:
-                rows = _gradcam_rows(forward, images, scale, create_graph)
+                rows = _gradcam_rows(forward, scores, start_layer, create_graph)
         padded = [F.pad(row, (0, tokens.shape[1] - row.shape[1])) for row in rows]
         back = forward.order.argsort()
         attribution = wide(torch.cat(padded))[back]

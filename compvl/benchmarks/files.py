@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ..core import CompvlError, read_json
 
 # %% auto #0
-__all__ = ['damaged', 'read_list', 'entry_field', 'image_box', 'read_vl_checklist']
+__all__ = ['damaged', 'read_list', 'entry_field', 'image_box', 'read_vl_checklist_entries', 'read_vl_checklist']
 
 # %% ../../nbs/lib/benchmarks/03_files.ipynb #ce6a9b54
 def damaged(path, index: int | str, what: str) -> CompvlError:
@@ -69,12 +70,12 @@ def _as_list(texts) -> list | None:
     return texts if all(isinstance(text, str) and text.strip() for text in texts) else None
 
 
-def read_vl_checklist(path: str | Path) -> list[tuple[str, str, str]]:
-    """(image path, caption, foil) of each pair in one file of VL-CheckList.
+def read_vl_checklist_entries(path: str | Path) -> list[list[tuple[str, str, str]]]:
+    """(image path, caption, foil) of each pair of each entry in one file of VL-CheckList.
 
     Raises `CompvlError` with file and item of a damaged one.
     """
-    pairs = []
+    entries = []
     for i, item in enumerate(read_list(path)):
         try:
             image, texts = item
@@ -92,5 +93,10 @@ def read_vl_checklist(path: str | Path) -> list[tuple[str, str, str]]:
                 "an image path with as many POS as NEG captions, all non-empty strings, is needed",
             )
         texts = zip(positives, negatives, strict=True)
-        pairs += [(image, caption, foil) for caption, foil in texts]
-    return pairs
+        entries.append([(image, caption, foil) for caption, foil in texts])
+    return entries
+
+
+def read_vl_checklist(path: str | Path) -> list[tuple[str, str, str]]:
+    """All pairs of `read_vl_checklist_entries`, in order."""
+    return list(chain.from_iterable(read_vl_checklist_entries(path)))

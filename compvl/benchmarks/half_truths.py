@@ -15,8 +15,8 @@ from .retrieval import read_karpathy
 from ..core import CompvlError
 from ..downloads import Dataset, File, dataset
 from ..text.operators import Refused, apply_operator
-from ..text.parsed import Object, Parse
 from ..text.parser import parse
+from ..text.units import phrase_of
 
 # %% auto #0
 __all__ = ['Units', 'entity_half_truths', 'relation_half_truths', 'read_half_truths', 'caption_units', 'half_truths_of_captions']
@@ -191,13 +191,6 @@ def read_half_truths(path: str | Path, name: str, made: Units) -> list[Pair]:
     return pairs
 
 # %% ../../nbs/lib/benchmarks/07h_half_truths.ipynb #106979b5
-def _phrase(parsed: Parse, of: Object) -> str:
-    """A noun phrase without its determiner, in lower case."""
-    start, end = of.phrase
-    text = parsed.text[start:end].lower()
-    return text.removeprefix(f"{of.det} ") if of.det else text
-
-
 def _replaced(text: str, target: str, seed: int) -> str:
     """The text with one object, attribute or relation replaced; '' where none can be."""
     try:
@@ -231,7 +224,7 @@ def _relation(subject: str, predicate: str, of: str, seed: int) -> dict:
 def caption_units(caption: str, seed: int = 0) -> dict:
     """Entities, their false variants, and relations of a caption, in the format of CS-CLIP."""
     parsed = parse(caption)
-    phrases = [_phrase(parsed, of) for of in parsed.objects]
+    phrases = [phrase_of(parsed, i) for i in range(len(parsed.objects))]
     words = {token.text.lower() for token in parsed.tokens}
     relations = []
     for relation in parsed.relations:

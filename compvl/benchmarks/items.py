@@ -14,8 +14,8 @@ from typing import Any
 from ..images import image_path
 
 # %% auto #0
-__all__ = ['FIDELITIES', 'Triplet', 'Pair', 'CaptionChoice', 'SetChoice', 'ImageChoice', 'Square', 'RetrievalItem',
-           'ClassificationItem', 'TextPair', 'item_images', 'with_images', 'Benchmark']
+__all__ = ['FIDELITIES', 'Triplet', 'Pair', 'FilePair', 'CaptionChoice', 'SetChoice', 'ImageSelection', 'ImageChoice', 'Square',
+           'RetrievalItem', 'ClassificationItem', 'TextPair', 'item_images', 'with_images', 'Benchmark']
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #78192ec3
 @dataclass(frozen=True)
@@ -40,6 +40,15 @@ class Pair:
     foil: str
     group: str = ""
 
+# %% ../../nbs/lib/benchmarks/01_items.ipynb #1a0a529b
+@dataclass(frozen=True)
+class FilePair(Pair):
+    """A pair that counts by its place in the released files, as in VL-CheckList's own average."""
+
+    file: str = ""  # path of the file
+    entry: int = 0  # number of the entry in the file
+    pair: int = 0  # number of the pair in the entry
+
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #09c331d3
 @dataclass(frozen=True)
 class CaptionChoice:
@@ -58,6 +67,17 @@ class SetChoice(CaptionChoice):
 
     pair: str = ""  # shared by the items of a pair
     set: str = ""  # shared by the items of a set
+
+# %% ../../nbs/lib/benchmarks/01_items.ipynb #e6a92346
+@dataclass(frozen=True)
+class ImageSelection:
+    """Task `image-selection`: the sentence is true of the image, which must beat every other."""
+
+    id: str
+    sentence: str
+    image: Any
+    other_images: tuple
+    group: str = ""
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #0b72151a
 @dataclass(frozen=True)
@@ -117,12 +137,15 @@ _IMAGES = ("image", "positive_image", "negative_image", "image_0", "image_1")
 
 def item_images(item: Any) -> tuple:
     """The images of an item of any task, in order; none for a text pair."""
-    return tuple(getattr(item, name) for name in _IMAGES if hasattr(item, name))
+    images = [getattr(item, name) for name in _IMAGES if hasattr(item, name)]
+    return (*images, *getattr(item, "other_images", ()))
 
 
 def with_images(item: Any, put: Callable[[Any], Any]) -> Any:
     """The item with `put(image)` in place of each of its images."""
     changed = {name: put(getattr(item, name)) for name in _IMAGES if hasattr(item, name)}
+    if hasattr(item, "other_images"):
+        changed["other_images"] = tuple(map(put, item.other_images))
     return replace(item, **changed)
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #452f2599
@@ -142,6 +165,7 @@ class Benchmark:
     classes: tuple[str, ...] = ()  # for classification only
     templates: tuple[str, ...] = ()  # for classification only, each with one `{}`
     not_in_macro: tuple[str, ...] = ()  # groups that the macro average leaves out
+    convention: str = ""  # of the published figures, where theirs are not ours; see `CONVENTIONS`
 
     def __len__(self) -> int:
         return len(self.items)

@@ -41,6 +41,7 @@ from . import mmvp_vlm  # noqa: F401
 from . import vismin  # noqa: F401
 from . import naturalbench  # noqa: F401
 from . import eqben  # noqa: F401
+from . import spec  # noqa: F401
 from . import classification  # noqa: F401
 from . import torchvision_tasks  # noqa: F401
 from . import similarity  # noqa: F401
@@ -80,6 +81,9 @@ group(
         "eqben",
     ),
 )
+_SPEC = _named("spec-")
+group("spec", (name for name in _SPEC if not name.endswith("-images")))
+group("spec-images", (name for name in _SPEC if name.endswith("-images")))
 group("vtab", (*_named("vtab-"), "cifar100"))
 group(
     "compositional",
@@ -99,6 +103,8 @@ group(
         *GROUPS["negbench"],
         *GROUPS["crepe"],
         *GROUPS["squares"],
+        *GROUPS["spec"],
+        *GROUPS["spec-images"],
     ),
 )
 group("standard", ("imagenet", "cifar10", *GROUPS["vtab"], "coco-retrieval", "flickr30k-retrieval"))
@@ -218,7 +224,9 @@ def load_benchmark(
     else:
         loaded = _from_files(entry, request, split)
     items, where, *about = loaded
-    return Benchmark(name, entry.task, items, where, fidelity, entry.published_n, *about)
+    convention = "" if folder is None else entry.convention
+    published = (fidelity, entry.published_n, *about, convention)
+    return Benchmark(name, entry.task, items, where, *published)
 
 
 def load_benchmarks(

@@ -86,6 +86,7 @@ class Entry:
     places: tuple[str, ...] = ()  # folders under the root where its images may be
     parts: int = 1  # groups of its counterpart that are reported apart; 1: it is one
     doc: str = ""  # what it is
+    convention: str = ""  # of its published figures, one of `compvl.evaluate.conventions`
 
 
 REGISTRY: dict[str, Entry] = {}

@@ -140,5 +140,6 @@ for _piece, (_n, _, _) in _VALSE.items():
         published_n=_n,
         datasets=("valse", *_images),
         places=_folders(_images),
+        convention="valse",
         doc=f"VALSE, {_piece.replace('-', ' ')}: the valid items (Parcalabescu et al., ACL 2022).",
     )(_load_valse)

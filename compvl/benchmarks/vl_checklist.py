@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
 
-from .files import read_vl_checklist
-from .items import Pair
+from .files import read_vl_checklist_entries
+from .items import FilePair
 from .photographs import RAW_GITHUB
 from .registry import Loaded, Request, register
 from ..core import CompvlError
@@ -138,6 +141,13 @@ def _check_files(request: Request, corpora: dict, chosen: dict) -> None:
     )
 
 
+def _placed_pairs(root: Path, file: str) -> Iterator[tuple[tuple, tuple]]:
+    """(image, caption, foil) and (file, entry, pair) of each pair of a file."""
+    for entry, pairs in enumerate(read_vl_checklist_entries(root / "vl_checklist" / file)):
+        for number, texts in enumerate(pairs):
+            yield texts, (file, entry, number)
+
+
 def _load_vl_checklist(request: Request) -> Loaded:
     corpora = VL_CHECKLIST[request.name.removeprefix("vl-checklist-")]
     chosen = {request.source: corpora[request.source]} if request.source else corpora
@@ -145,12 +155,10 @@ def _load_vl_checklist(request: Request) -> Loaded:
     items = []
     for corpus, groups in chosen.items():
         for group, files in groups.items():
-            rows = []
-            for file in files:
-                rows += read_vl_checklist(request.root / "vl_checklist" / file)
-            for i, (image, caption, foil) in enumerate(rows):
-                key = f"{request.name}-{corpus}-{group}-{i:05d}"
-                items.append(Pair(key, image, caption, foil, f"{corpus}/{group}"))
+            start = f"{request.name}-{corpus}-{group}"
+            rows = chain.from_iterable(_placed_pairs(request.root, file) for file in files)
+            for i, (texts, place) in enumerate(rows):
+                items.append(FilePair(f"{start}-{i:05d}", *texts, f"{corpus}/{group}", *place))
     return Loaded(items, f"VL-CheckList, {', '.join(chosen)}")
 
 # %% ../../nbs/lib/benchmarks/07c_vl_checklist.ipynb #ac26867d
@@ -164,5 +172,6 @@ for _part, _corpora in VL_CHECKLIST.items():
         sources=tuple(_corpora),
         datasets=("vl-checklist", *dict.fromkeys(_VL_IMAGES[corpus] for corpus in _corpora)),
         places=_VL_PLACES,
+        convention="vl-checklist",
         doc=f"VL-CheckList, {_part}s, over {', '.join(_corpora)} (Zhao et al., 2022).",
     )(_load_vl_checklist)

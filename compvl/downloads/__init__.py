@@ -12,7 +12,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "registry": ["DATASETS", "DATASET_KINDS", "Dataset", "File", "dataset"],
+        "registry": ["DATASETS", "DATASET_KINDS", "Dataset", "File", "confirmed", "dataset"],
         "disk": ["extent", "human"],
         "transfer": ["download"],
         "archives": ["DamagedArchive", "unpack"],

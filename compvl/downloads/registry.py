@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from ..core import CompvlError, pick
 
 # %% auto #0
-__all__ = ['DATASET_KINDS', 'DATASETS', 'File', 'Dataset', 'dataset']
+__all__ = ['DATASET_KINDS', 'DATASETS', 'File', 'Dataset', 'confirmed', 'dataset']
 
 # %% ../../nbs/lib/downloads/01_registry.ipynb #84c786c3
 def _check_path(path: str) -> None:
@@ -101,6 +101,24 @@ class Dataset:
         if file.unpack:
             return root / "downloads" / self.name / file.archive
         return root / file.path
+
+# %% ../../nbs/lib/downloads/01_registry.ipynb #b084a992
+def _how_many(found: int, n: int) -> str:
+    """How many of `n` files: *every file*, *7 of 56 files*, *no file*."""
+    if found == n:
+        return "every file"
+    return f"{found} of {n} files" if found else "no file"
+
+
+def confirmed(dataset: Dataset) -> str:
+    """What is confirmed of a data set's files, and what is not, in one sentence."""
+    files = dataset.files
+    checked = sum(bool(file.sha256 or file.md5) for file in files)
+    sized = sum(file.size is not None and not file.approx for file in files)
+    checksums = f"a checksum is confirmed of {_how_many(checked, len(files))}"
+    sizes = f"an exact size of {_how_many(sized, len(files))}"
+    notes = dict.fromkeys(file.note for file in files if file.note)
+    return "; ".join([f"{checksums}, {sizes}", *notes])
 
 # %% ../../nbs/lib/downloads/01_registry.ipynb #1cdced83
 DATASET_KINDS = ("data", "images", "checkpoint")  # `data` are annotations

@@ -30,6 +30,11 @@ AVERAGES: dict[str, tuple[tuple[str, ...], ...]] = {  # name: the sets of parts 
     "whatsup-controlled": (("whatsup-a", "whatsup-b"),),
     "whatsup-coco": (("whatsup-coco-one", "whatsup-coco-two"),),
     "whatsup-gqa": (("whatsup-gqa-one", "whatsup-gqa-two"),),
+    "spec": (tuple(expand("spec", micro=True)), tuple(expand("spec", micro=False))),
+    "spec-images": (
+        tuple(expand("spec-images", micro=True)),
+        tuple(expand("spec-images", micro=False)),
+    ),
     "vtab": (tuple(expand("vtab", micro=True)), tuple(expand("vtab", micro=False))),
 }
 

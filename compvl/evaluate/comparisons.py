@@ -99,13 +99,24 @@ class _Aligned(NamedTuple):
     outcomes_b: dict
 
 
+def _shared_columns(a: pd.DataFrame, b: pd.DataFrame) -> list[str]:
+    """Columns of both tables: a model may lack scores of texts alone, or have no others.
+
+    Raises CompvlError where they are of different tasks, or share no scores."""
+    shared = [name for name in a.columns if name in b.columns]
+    if set(shared) > {"id", "group"} and task_of(a) is task_of(b):
+        return shared
+    raise CompvlError(
+        f"the scores are of other tasks: {', '.join(a.columns)} and {', '.join(b.columns)}; "
+        "compare those of one benchmark"
+    )
+
+
 def _aligned(a: pd.DataFrame, b: pd.DataFrame) -> _Aligned:
     """Raises CompvlError where the tables are of different tasks or different items."""
-    if list(a.columns) != list(b.columns):
-        raise CompvlError(
-            f"the scores are of other tasks: {', '.join(a.columns)} and {', '.join(b.columns)}; "
-            "compare those of one benchmark"
-        )
+    shared = _shared_columns(a, b)
+    a = a[shared]
+    b = b[shared]
     key = [name for name in ("direction", "id") if name in a]
     a = a.sort_values(key, ignore_index=True)
     b = b.sort_values(key, ignore_index=True)

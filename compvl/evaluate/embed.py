@@ -6,6 +6,7 @@
 __all__ = ['inference', 'Batch', 'FeatureScores', 'Embedder']
 
 # %% ../../nbs/lib/evaluate/04_embed.ipynb #9a123808
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -88,6 +89,7 @@ class FeatureScores:
     """Scores from unit features, which `images` and `texts` of a subclass compute."""
 
     compares_texts = True  # whether `sentences` works
+    sees_images = True  # whether `pairs`, `ranks` and `class_scores` work
 
     def on(self, device):
         """Context in which the model scores on `device`."""
@@ -128,8 +130,8 @@ class Embedder(FeatureScores):
     """Features of images and captions, each distinct one encoded once.
 
     The model must not change while the embedder is in use. `encoded` counts the images and texts
-    that this embedder encoded; `cut` holds the requested captions that are longer than the
-    model's context."""
+    that this embedder encoded, and `seconds` the time that each of the two took, with the decoding
+    of images; `cut` holds the requested captions that are longer than the model's context."""
 
     def __init__(
         self,
@@ -142,6 +144,7 @@ class Embedder(FeatureScores):
     ):
         self.model = model
         self.name = model.name
+        self.sees_images = model.sees_images
         self.workers = workers
         self.progress = progress
         self.batch_size = batch_size or _default_batch_size(model)
@@ -152,6 +155,7 @@ class Embedder(FeatureScores):
         self.text_store = FeatureStore(folder and folder / "texts")
         self.image_keys = {}  # image -> key, of those that could be read
         self.encoded = Counter(images=0, texts=0)
+        self.seconds = Counter(images=0.0, texts=0.0)
         self.cut = set()
 
     def texts(self, captions: Sequence[str], desc: str = "captions") -> Tensor:
@@ -205,15 +209,18 @@ class Embedder(FeatureScores):
         return keys, errors
 
     def _text_batches(self, missing: dict[bytes, str]) -> Iterator[Batch]:
-        """This process's batches of captions, the longest captions first."""
+        """This process's batches of captions: of up to 4,096 at a time, the longest first."""
         rank, world = processes()
-        keys = list(missing)
-        parts = [self.model.tokenizer(part) for part in batched(missing.values(), 4096)]
-        tokens = torch.cat(parts)
-        order = (tokens != 0).sum(1).argsort(descending=True, stable=True)
-        for rows in order.split(4 * self.batch_size)[rank::world]:
-            encode = partial(self._encode_tokens, tokens[rows])
-            yield Batch([keys[i] for i in rows], encode, len(rows), {})
+        batches = []
+        for part in batched(missing.items(), 4096):
+            keys = [key for key, _ in part]
+            tokens = self.model.tokenizer([caption for _, caption in part])
+            length = (tokens != tokens[:, -1:]).sum(1)  # without padding, which may be any token
+            order = length.argsort(descending=True, stable=True)
+            for rows in order.split(4 * self.batch_size):
+                encode = partial(self._encode_tokens, tokens[rows])
+                batches.append(Batch([keys[i] for i in rows], encode, len(rows), {}))
+        yield from batches[rank::world]
 
     def _encode_tokens(self, tokens: Tensor) -> Tensor:
         return self.model.encode_text(tokens.to(self.model.device))
@@ -261,6 +268,7 @@ class Embedder(FeatureScores):
         hidden = not self.progress or not total or processes()[0] > 0
         bar = tqdm(total=total, desc=desc, unit=f" {kind[:-1]}", disable=hidden, leave=False)
         errors = {}
+        started = time.monotonic()
         encoded = _encoded(batches, kind, self.model.device, self.batch_size)
         try:
             for keys, features, n, batch_errors in together(encoded):
@@ -272,4 +280,5 @@ class Embedder(FeatureScores):
         finally:
             store.flush()
             bar.close()
+            self.seconds[kind] += time.monotonic() - started
         return errors

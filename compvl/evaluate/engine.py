@@ -18,10 +18,11 @@ from ..benchmarks.items import Benchmark, item_images
 from ..benchmarks.loading import load_benchmark, load_benchmarks
 from ..core import CompvlError, config_hash, git_commit, pick
 from .averages import average_figures, averages
+from .conventions import published_figures
 from .kept import Kept
 from .parallel import processes, together
 from .scorers import scorer_of
-from .tasks import TASKS
+from .tasks import TASKS, check_texts_suffice
 from ..metrics import figures
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #6b411321
@@ -62,7 +63,10 @@ def _score(benchmark: Benchmark, scorer, skip_damaged: bool = False) -> pd.DataF
         raise CompvlError(
             f"{benchmark.name} has no items: check the split or the folder that it was loaded from"
         )
-    benchmark, skipped = _readable_part(benchmark, scorer, skip_damaged)
+    check_texts_suffice(benchmark, scorer)
+    skipped = []
+    if scorer.sees_images:
+        benchmark, skipped = _readable_part(benchmark, scorer, skip_damaged)
     scorer.cut.clear()
     table = task.score(benchmark, scorer)
     table.attrs["skipped"] = skipped
@@ -105,7 +109,7 @@ COLUMNS = "benchmark group model method seed metric value lo hi n config commit"
 def _benchmark_figures(
     benchmark: Benchmark, scores: pd.DataFrame, outcomes: Mapping, n_boot: int, seed: int
 ) -> pd.DataFrame:
-    """Rows of one benchmark: its figures, coverage, and number of cut captions."""
+    """Rows of one benchmark: its figures, ours and `published`, coverage, and cut captions."""
     n = len(benchmark.items) - len(scores.attrs["skipped"])
     coverage = 100 * n / len(benchmark.items)
     about = pd.DataFrame(
@@ -113,7 +117,9 @@ def _benchmark_figures(
         columns=["group", "metric", "value", "n"],
     )
     measured = figures(outcomes, scores.group, n_boot, seed, benchmark.not_in_macro)
-    return pd.concat([measured, about], ignore_index=True).assign(
+    published = published_figures(benchmark.convention, scores, n_boot, seed)
+    parts = [part for part in (measured, published, about) if len(part)]
+    return pd.concat(parts, ignore_index=True).assign(
         benchmark=benchmark.name, commit=scores.attrs["commit"]
     )
 
@@ -205,11 +211,13 @@ def evaluate(  # noqa: PLR0913  one call has all options of an evaluation
     """Figures of a model on benchmarks, with 95 % bootstrap intervals.
 
     A tidy table with `COLUMNS`, one row a benchmark, group and metric; percentages, except for mean
-    scores and counts. Under `accelerate launch`, once `torch.distributed` is initialised, the
+    scores and counts. Of a model that encodes texts alone, a triplet benchmark has the outcomes of
+    its texts. Under `accelerate launch`, once `torch.distributed` is initialised, the
     processes share the encoding, and each returns the whole table, equal to that of one process.
 
     Raises CompvlError for an unreadable image, an item that lacks a caption, an unknown task or
-    benchmark. All that was encoded until then is in the cache, and finished benchmarks are kept."""
+    benchmark, and a task that needs images where the model encodes texts alone. All that was
+    encoded until then is in the cache, and finished benchmarks are kept."""
     benchmarks = _loaded(benchmarks)
     kept = keep
     if keep and not isinstance(keep, Kept):

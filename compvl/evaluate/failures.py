@@ -26,7 +26,8 @@ def _item_row(items: dict, row_id: str) -> dict:
     images = {}
     for name, value in vars(item).items():
         if "image" in name:
-            images[name] = str(image_path(value) or image_key(value))
+            some = value if isinstance(value, tuple) else (value,)
+            images[name] = " | ".join(str(image_path(one) or image_key(one)) for one in some)
         elif name not in ("id", "group"):
             texts[name] = " | ".join(value) if isinstance(value, tuple) else value
     if row_id not in items:
@@ -42,7 +43,7 @@ def item_table(benchmark: Benchmark, scores: pd.DataFrame) -> pd.DataFrame:
     items = {item.id: item for item in benchmark.items}
     task = TASKS[benchmark.task]
     texts = pd.DataFrame([_item_row(items, row_id) for row_id in scores.id], index=scores.index)
-    known = ["id", "group", "label", "foils", "pair", "set"]  # of the items
+    known = ["id", "group", "label", "foils", "pair", "set", "file", "entry"]  # of the items
     measured = scores.drop(columns=known, errors="ignore")
     table = pd.concat([scores[["id", "group"]], texts, measured], axis=1)
     if benchmark.classes:

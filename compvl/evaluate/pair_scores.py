@@ -6,6 +6,7 @@
 __all__ = ['CrossEmbedder']
 
 # %% ../../nbs/lib/evaluate/05_pair_scores.ipynb #e8c2319d
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -52,10 +53,11 @@ class CrossEmbedder:
     """Scores of (image, caption) pairs, each distinct one computed once.
 
     The counterpart of `Embedder` for a `PairScorer`. Scenes are drawn at the scorer's `image_size`,
-    where it has one, else at 224 pixels. `encoded` counts the pairs that were scored; `cut` holds
-    the captions that are longer than the context."""
+    where it has one, else at 224 pixels. `encoded` counts the pairs that were scored, and
+    `seconds` the time that they took; `cut` holds the captions that are longer than the context."""
 
     compares_texts = False  # whether `sentences` works
+    sees_images = True
 
     def __init__(
         self,
@@ -72,10 +74,12 @@ class CrossEmbedder:
         self.batch_size = batch_size or 32
         self.fingerprint = scorer.fingerprint()
         self.image_size = getattr(scorer, "image_size", 224)
+        self.match_threshold = getattr(scorer, "match_threshold", None)
         folder = embeddings_folder(cache, self.fingerprint)
         self.store = FeatureStore(folder and folder / "pairs")
         self.image_keys = {}  # image -> key, of those that could be decoded
         self.encoded = Counter(pairs=0)
+        self.seconds = Counter(pairs=0.0)
         self.cut = set()
 
     def on(self, device):
@@ -128,6 +132,7 @@ class CrossEmbedder:
         """Score pairs into the store, together with the other processes."""
         hidden = not self.progress or not pairs or processes()[0] > 0
         bar = tqdm(total=len(pairs), desc=desc, unit=" pairs", disable=hidden, leave=False)
+        started = time.monotonic()
         try:
             with ThreadPoolExecutor(self.workers) as pool:
                 for keys, scores in together(self._scored(pairs, pool)):
@@ -137,6 +142,7 @@ class CrossEmbedder:
         finally:
             self.store.flush()
             bar.close()
+            self.seconds["pairs"] += time.monotonic() - started
 
     def _scored(self, pairs: list[_Pair], pool: Executor) -> Iterator[tuple]:
         """(keys, scores [n, 1]) of this process's batches."""

@@ -164,6 +164,7 @@ class ImageLoader:
         """Scenes as the model's input, drawn at its size; at 224 pixels where that is unknown."""
         if self.model.can_normalize:
             return self.model.normalize(rendered_scenes(keys, scenes, self.model.image_size))
-        pictures = rendered_scenes(keys, scenes, 224).permute(0, 2, 3, 1).numpy()
+        size = self.model.image_size or 224
+        pictures = rendered_scenes(keys, scenes, size).permute(0, 2, 3, 1).numpy()
         inputs = [self.model.preprocess(Image.fromarray(picture)) for picture in pictures]
         return torch.stack(inputs).to(self.model.device)

@@ -18,7 +18,9 @@ from .captions import caption
 from .datasets import FinetuneSet
 from .oracle import readable, truth
 from .scenes import Scene, scenes
+from .vocabulary import microworld_words
 from ..text.operators import Perturbed, Refused
+from ..text.units import draw_units
 
 # %% ../../nbs/lib/microworld/14_audit.ipynb #445c6893
 def captioned_scenes(
@@ -105,7 +107,7 @@ def truth_rates(
     return table.rename_axis(columns=None)
 
 # %% ../../nbs/lib/microworld/14_audit.ipynb #5404d436
-_TEXT_KEYS = ("caption", "hard_negative", "hard_positive", "bag", "bag_negative")
+_TEXT_KEYS = ("caption", "hard_negative", "hard_positive", "bag", "bag_negative", "unit", "foil")
 
 
 def _verdict_counts(dataset: FinetuneSet, indices: Iterable[int], texts: Iterable) -> Counter:
@@ -120,17 +122,42 @@ def _verdict_counts(dataset: FinetuneSet, indices: Iterable[int], texts: Iterabl
     return counts
 
 
-def supervision(dataset: FinetuneSet, n: int | None = None) -> pd.DataFrame:
+def _with_units(batch: dict) -> dict:
+    """The batch with lists of units and of their foils, of seed 0, for each caption."""
+    drawn = draw_units(batch["caption"], "0", microworld_words())
+    units = [[unit and unit.text for unit in of_item] for of_item in drawn]
+    foils = [[unit and unit.foil for unit in of_item] for of_item in drawn]
+    return {**batch, "unit": units, "foil": foils}
+
+
+def _counterpart_counts(dataset: FinetuneSet, indices: Iterable[int]) -> Counter:
+    """Verdicts on the counterparts' texts, of their own scenes; a missing one counts as refused."""
+    counts = Counter()
+    for i in indices:
+        made = dataset.counterpart(i)
+        counts[_verdict_of(*made) if made else "refused"] += 1
+    return counts
+
+
+def supervision(
+    dataset: FinetuneSet,
+    n: int | None = None,  # of the first n items; None: all
+    units: bool = False,  # whether units of captions and their foils are made and checked, too
+) -> pd.DataFrame:
     """How often the texts of a training set are true of their scenes, in its present epoch.
 
-    `n`: of the first n items (None: all). Returns a row for each key of its batches that contains
-    texts: the counts of `VERDICTS`, where *refused* are missing texts, and `true_share` and
-    `false_share` in percent of the readable ones."""
+    Returns a row for each key of its batches that contains texts: the counts of `VERDICTS`, where
+    *refused* are missing texts, and `true_share` and `false_share` in percent of the readable ones.
+    """
     indices = range(len(dataset) if n is None else min(n, len(dataset)))
     batch = dataset.batch(indices)
+    if units:
+        batch = _with_units(batch)
     counts = {
         key: _verdict_counts(dataset, indices, batch[key]) for key in _TEXT_KEYS if key in batch
     }
+    if dataset.counterparts:
+        counts["counterpart"] = _counterpart_counts(dataset, indices)
     table = pd.DataFrame.from_dict(counts, orient="index").reindex(columns=list(VERDICTS))
     table = table.fillna(0).astype(int).rename_axis("texts").reset_index()
     read = table[_READABLE].sum(axis=1)

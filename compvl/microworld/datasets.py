@@ -17,10 +17,11 @@ import torch
 
 from ..core import CompvlError, pick
 from .captions import PLAIN_WORDS, Caption, caption
+from .changed_scenes import changed_scene
 from .dense_captions import expansion, region_captions
 from .render import render
 from .scenes import BLOCK_SIZE, Scene, scenes
-from .supervision import make_supervision
+from .supervision import OracleSupervision, make_supervision
 from .vocabulary import lexicon
 from ..text.writing import Edit, write
 
@@ -144,6 +145,10 @@ class PretrainSet:
         _, described, _ = self._draw(i)
         return described.text, None, None
 
+    def pictures(self, indices: Sequence[int]) -> torch.Tensor:
+        """The images of these items alone, uint8 [B, 3, H, W]."""
+        return self.images(indices)
+
     def batch(self, indices: Sequence[int]) -> dict:
         """The items of these indices.
 
@@ -151,7 +156,7 @@ class PretrainSet:
         hard_positive (lists of str or None)."""
         captions, negatives, positives = zip(*map(self.texts, indices), strict=True)
         return dict(
-            images=self.images(indices),
+            images=self.pictures(indices),
             caption=list(captions),
             hard_negative=list(negatives),
             hard_positive=list(positives),
@@ -171,6 +176,9 @@ def with_seen_words(text: str | None) -> str | None:
     return write(text, edits)[0]
 
 # %% ../../nbs/lib/microworld/13_datasets.ipynb #da0791c1
+_TRIES = 4  # hard negatives for which a counterpart is sought
+
+
 class FinetuneSet(PretrainSet):
     """n captioned scenes with hard negatives, hard positives and perhaps further captions.
 
@@ -181,7 +189,7 @@ class FinetuneSet(PretrainSet):
     style = "coco"
     several = True
 
-    def __init__(  # noqa: PLR0917 # options are given by name
+    def __init__(  # noqa: PLR0913, PLR0917 # options are given by name
         self,
         n: int = 20_000,
         seed: int = 0,
@@ -195,6 +203,7 @@ class FinetuneSet(PretrainSet):
         bag: int = 5,  # captions in a bag
         checked: bool = False,  # for `text`: whether the scene confirms that negatives are false
         fallback: bool = True,  # for `text`: whether another kind is tried where one has no text
+        counterparts: bool = False,  # for `oracle`: pictures of hard negatives
     ):
         super().__init__(n, seed, image_size, split)
         if dense is not None:
@@ -202,8 +211,14 @@ class FinetuneSet(PretrainSet):
         if bag < 1:
             raise CompvlError(f"a bag of {bag} captions is none: give 1 or more")
         self.supervision = make_supervision(source, kinds, rare_share, sound, checked, fallback)
+        if counterparts and not isinstance(self.supervision, OracleSupervision):
+            raise CompvlError(
+                "counterparts are pictures of the oracle's hard negatives: leave them out, or take "
+                "source='oracle'"
+            )
         self.dense = dense
         self.bag_size = bag
+        self.counterparts = counterparts
 
     def describe(self) -> dict:
         """What the data is, for a run's config."""
@@ -211,6 +226,8 @@ class FinetuneSet(PretrainSet):
         described["held_out"] = len(lexicon().held_out)
         if self.dense:
             described |= dict(dense=self.dense, bag=self.bag_size)
+        if self.counterparts:
+            described["counterparts"] = True
         return described
 
     def texts(self, i: int) -> tuple[str, str | None, str | None]:
@@ -241,13 +258,40 @@ class FinetuneSet(PretrainSet):
             pairs.append((with_seen_words(made.text), with_seen_words(negative)))
         return pairs + [(None, None)] * (self.bag_size - len(pairs))
 
+    def counterpart(self, i: int) -> tuple[Scene, str] | None:
+        """A scene that differs from that of item i, and a hard negative of i that is true of it.
+
+        The caption of i is false of that scene. It is the hard negative of `texts` where a scene is
+        found for it, and else another one. None where there is none."""
+        scene, described, rng = self._draw(i)
+        for _ in range(_TRIES):
+            negative = self.supervision.negative_caption(scene, described, rng)
+            if negative is None:
+                return None
+            changed = changed_scene(scene, described, negative, rng)
+            if changed is not None:
+                return changed, with_seen_words(negative.text)
+        return None
+
+    def _counterparts(self, indices: Sequence[int]) -> dict:
+        """Texts (None where there is none) and pictures (uint8 [B, 3, H, W]) of counterparts."""
+        found = [self.counterpart(i) for i in indices]
+        images = torch.zeros(len(found), 3, self.image_size, self.image_size, dtype=torch.uint8)
+        rows = [k for k, made in enumerate(found) if made]
+        if rows:
+            images[rows] = render([found[k][0] for k in rows], self.image_size)
+        return dict(counterpart=[made and made[1] for made in found], counterpart_images=images)
+
     def batch(self, indices: Sequence[int]) -> dict:
         """As of `PretrainSet`; with `dense` also bag and bag_negative.
 
-        Both have a list of `bag` str or None for each item."""
+        Both have a list of `bag` str or None for each item. With `counterparts` also counterpart
+        (str or None) and counterpart_images (uint8 [B, 3, H, W])."""
         batch = super().batch(indices)
         if self.dense:
             bags = [self.bag(i) for i in indices]
             batch["bag"] = [[text for text, _ in bag] for bag in bags]
             batch["bag_negative"] = [[negative for _, negative in bag] for bag in bags]
+        if self.counterparts:
+            batch |= self._counterparts(indices)
         return batch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ZIPF_EXPONENTS', 'SHARES_WITHOUT_VALUE', 'RADII', 'zipf_shares', 'value_shares', 'draw_values', 'draw_positions',
-           'sample_worlds']
+           'lay_out', 'sample_worlds']
 
 # %% ../../nbs/lib/microworld/03_sampling.ipynb #52d86560
 import numpy as np
@@ -146,6 +146,23 @@ def _present(counts: np.ndarray, relation: np.ndarray, x: np.ndarray, y: np.ndar
         present[:, k] &= ~(contact & in_the_way)
     return present
 
+# %% ../../nbs/lib/microworld/03_sampling.ipynb #707c238d
+def lay_out(world: dict[str, np.ndarray], counts: np.ndarray, rng: np.random.Generator):
+    """Add x, y, r and `present` to scenes that have contents and relations, in place.
+
+    `world`: arrays as of `sample_worlds`; `counts`: int [n], how many objects each scene has. Sizes
+    and actions are changed where the relation could not be seen otherwise."""
+    relation = world["relation"]
+    x, y = draw_positions(len(counts), _JITTER, rng)
+    _move_to_the_middle(x, y, counts, rng)
+    _fit_contents(world)
+    radius = np.array(RADII)[world["size"]]
+    _move_together(x, y, radius, relation, rng)
+    world["x"] = x.round(3)
+    world["y"] = y.round(3)
+    world["r"] = radius
+    world["present"] = _present(counts, relation, x, y)
+
 # %% ../../nbs/lib/microworld/03_sampling.ipynb #6e522909
 def sample_worlds(n: int, rng: np.random.Generator, single: bool = False) -> dict[str, np.ndarray]:
     """n random scenes as arrays.
@@ -157,15 +174,7 @@ def sample_worlds(n: int, rng: np.random.Generator, single: bool = False) -> dic
     if not single:
         counts = rng.choice(_MOST_OBJECTS, n, p=_OBJECT_COUNT_SHARES) + 1
     world = {family: draw_values(family, (n, _MOST_OBJECTS), rng) for family in CONTENT_FIELDS}
-    relation = world["relation"] = _draw_relations(counts, rng)
-    x, y = draw_positions(n, _JITTER, rng)
-    _move_to_the_middle(x, y, counts, rng)
-    _fit_contents(world)
-    radius = np.array(RADII)[world["size"]]
-    _move_together(x, y, radius, relation, rng)
-    world["x"] = x.round(3)
-    world["y"] = y.round(3)
-    world["r"] = radius
-    world["present"] = _present(counts, relation, x, y)
+    world["relation"] = _draw_relations(counts, rng)
+    lay_out(world, counts, rng)
     world["background"] = rng.integers(200, 245, n)
     return world

@@ -53,24 +53,32 @@ class OracleSupervision:
         """The options, for a run's config."""
         return dict(kinds=list(self.kinds), rare_share=self.rare_share)
 
-    def _first(self, make: Callable[[str], Caption | None], rng: random.Random) -> str | None:
-        """The text of the first kind, in random order, for which `make` has a caption."""
+    def _first(self, make: Callable[[str], Caption | None], rng: random.Random) -> Caption | None:
+        """The caption of the first kind, in random order, for which `make` has one."""
         for group in rng.sample(self._groups, len(self._groups)):
             for kind in rng.sample(group, len(group)):
                 made = make(kind)
                 if made is not None:
-                    return made.text
+                    return made
         return None
 
-    def negative(self, scene: Scene, caption: Caption, rng: random.Random) -> str | None:
-        """A hard negative, or None where the caption offers none."""
+    def negative_caption(
+        self, scene: Scene, caption: Caption, rng: random.Random
+    ) -> Caption | None:
+        """A hard negative with its structure, or None where the caption offers none."""
         return self._first(
             lambda kind: oracle_negative(scene, caption, kind, rng, self.rare_share), rng
         )
 
+    def negative(self, scene: Scene, caption: Caption, rng: random.Random) -> str | None:
+        """A hard negative, or None where the caption offers none."""
+        made = self.negative_caption(scene, caption, rng)
+        return made and made.text
+
     def positive(self, scene: Scene, caption: Caption, rng: random.Random) -> str | None:
         """A hard positive, or None where the caption offers none."""
-        return self._first(lambda kind: oracle_positive(scene, caption, kind, rng), rng)
+        made = self._first(lambda kind: oracle_positive(scene, caption, kind, rng), rng)
+        return made and made.text
 
     def dense_negative(self, scene: Scene, caption: Caption, rng: random.Random) -> str | None:
         """A hard negative of a further caption, as of any other."""

@@ -14,13 +14,17 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "clip": ["Model", "create_model"],
         "wrap": ["wrap_model"],
+        "texts": ["wrap_text_encoder"],
+        "dual_encoders": ["load_dual_encoder"],
         "weights": ["load_weights", "read_weights"],
         "releases": ["ZOO", "ZooEntry"],
         "zoo": ["load_zoo", "open_model", "zoo_table"],
         "pairs": ["PairScorer"],
         "blip": ["BlipITM", "load_cross_encoder"],
         "scorers": ["open_scorer"],
+        "vqa": ["VQAScorer", "load_generative"],
         "matcher": ["Matcher", "MatchingScorer", "load_matcher"],
+        "captioner": ["Captioner", "CaptionScorer", "load_captioner"],
         "diffusion": ["Diffusion", "load_diffusion"],
     },
 )

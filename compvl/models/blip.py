@@ -48,6 +48,11 @@ class BlipITM:
     def device(self):
         return next(self.model.parameters()).device
 
+    @property
+    def match_threshold(self) -> float | None:
+        """The probability above which image and caption match; None for cosines."""
+        return 0.5 if self.itm_head else None
+
     def fingerprint(self) -> str:
         """32 hex digits that change with anything that changes a score.
 

@@ -35,6 +35,17 @@ def _shared_prefix(state: dict) -> str | None:
     return None
 
 # %% ../../nbs/lib/models/02_layouts.ipynb #a9048784
+def _without_scale(state: dict) -> dict:
+    """`state` without the scale of a head beside the model, where all else is under `model.`.
+
+    CS-CLIP trains a CLIP together with a head that has no weights but a logit scale."""
+    model = {name: value for name, value in state.items() if name.startswith("model.")}
+    others = [name for name in state if name not in model]
+    if model and all(name.split(".")[-1] == "logit_scale" for name in others):
+        return model
+    return state
+
+
 def unwrap(content, path) -> dict[str, Tensor]:
     """The state dict in what a training script saved, without wrapping dicts and shared prefixes.
 
@@ -53,6 +64,7 @@ def unwrap(content, path) -> dict[str, Tensor]:
         raise CompvlError(
             f"{path} holds no weights but {found}: give the file that holds the model's state dict"
         )
+    state = _without_scale(state)
     while prefix := _shared_prefix(state):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state

@@ -8,30 +8,57 @@ __all__ = ['open_scorer']
 # %% ../../nbs/lib/models/15_scorers.ipynb #3f03a5a1
 import torch
 
+from ..core import CompvlError
 from .blip import load_cross_encoder
+from .captioner import CaptionScorer, load_captioner
 from .clip import Model
 from .matcher import MatchingScorer, load_matcher
 from .pairs import PairScorer
 from .releases import ZOO
+from .vqa import GENERATIVE_SCORES, load_generative
 from .zoo import open_model
+
+# %% ../../nbs/lib/models/15_scorers.ipynb #a24ce569
+_MICRO = ("micro-xvlm", "micro-captioner", "micro-captioner-gain")
+
+
+def _open_micro(name: str, path, device) -> PairScorer:
+    """The scorer of `_MICRO` with the weights in a file; `path`: None for the shipped ones."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "micro-xvlm":
+        return MatchingScorer(load_matcher(path, device))
+    return CaptionScorer(load_captioner(path, device), name.endswith("-gain"), name)
+
+
+def _open_generative(kind: str, source, device):
+    """The scorer of a kind for the model in a folder or with a hub id."""
+    if not source:
+        raise CompvlError(
+            f"{kind} is a kind of score of a generative model: "
+            f"name the model, as in {kind}:llava-hf/llava-1.5-7b-hf, or {kind}:FOLDER"
+        )
+    return load_generative(str(source), kind, device)
 
 # %% ../../nbs/lib/models/15_scorers.ipynb #c5fe2b87
 def open_scorer(
     name: str = "micro-clip",
-    pretrained=None,  # for a cross-encoder: its folder, or the weights of micro-xvlm
+    pretrained=None,  # of a scorer of pairs: its folder, or the weights of a microworld's scorer
     root=None,
     device=None,
     activation: str | None = None,
 ) -> Model | PairScorer:
     """The model of this name, as a CLIP or as a scorer of pairs.
 
-    `name`: a cross-encoder of the zoo (`load_cross_encoder`), the microworld's own `micro-xvlm`
-    (default: the shipped weights), or what `open_model` opens. Errors are those of these
-    functions."""
-    if name.lower() == "micro-xvlm":
-        path = None if pretrained == "base" else pretrained
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return MatchingScorer(load_matcher(path, device))
+    `name`: a cross-encoder of the zoo (`load_cross_encoder`); a scorer of the microworld
+    (`micro-xvlm`, `micro-captioner`, `micro-captioner-gain`; default: the shipped weights); a kind
+    of generative score, and behind a colon or as `pretrained` the model, as in `vqa:FOLDER`
+    (`load_generative`); or what `open_model` opens. Errors are those of these functions."""
+    kind, _, source = name.partition(":")
+    weights = None if pretrained == "base" else pretrained
+    if kind in GENERATIVE_SCORES:
+        return _open_generative(kind, source or weights, device)
+    if name.lower() in _MICRO:
+        return _open_micro(name.lower(), weights, device)
     entry = ZOO.get(name.lower())
     if entry and entry.pairwise:
         return load_cross_encoder(str(pretrained) if pretrained else name, device, root)

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import open_clip
 import torch
+from open_clip.model import CustomTextCLIP
 from open_clip.transformer import TextTransformer, text_global_pool
 from torch import Tensor, nn
 
@@ -55,13 +56,24 @@ def _pooling(clip: nn.Module) -> tuple[str, int | None]:
         return getattr(clip, "text_pool_type", "argmax"), getattr(clip, "text_eos_id", None)
     return getattr(text, "pool_type", "argmax"), getattr(text, "eos_id", None)
 
+# %% ../../nbs/lib/models/04_towers.ipynb #5a5cbbbd
+def _runs_as_made(clip: nn.Module, text: nn.Module) -> bool:
+    """Whether captions go through open_clip's own methods, which `TextTower` repeats."""
+    if "encode_text" in vars(clip):
+        return False
+    encode = getattr(type(clip), "encode_text", None)
+    if encode is CustomTextCLIP.encode_text:
+        return type(text).forward is TextTransformer.forward
+    return encode is open_clip.CLIP.encode_text
+
 
 def text_tower(clip: nn.Module) -> TextTower | None:
     """The text tower of an open_clip model.
 
-    None for other models, and where the features depend on what follows EOT."""
+    None for other models, also for those that compute captions in a way of their own, and where
+    the features depend on what follows EOT."""
     text = getattr(clip, "text", clip)
-    if not isinstance(text, (open_clip.CLIP, TextTransformer)):
+    if not isinstance(text, (open_clip.CLIP, TextTransformer)) or not _runs_as_made(clip, text):
         return None
     if getattr(text, "cls_emb", None) is not None or getattr(text, "use_pad_mask", False):
         return None

@@ -9,7 +9,7 @@ __all__ = ['WrappedModel', 'wrap_model']
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torchvision import transforms
 
 from ..core import CompvlError
@@ -23,6 +23,10 @@ class WrappedModel(Model):
     image_size: int | None = None  # pixels
     mean: tuple | None = None  # three floats
     std: tuple | None = None  # three floats
+
+    @property
+    def sees_images(self) -> bool:
+        return self.preprocess is not None
 
 # %% ../../nbs/lib/models/07_wrap.ipynb #0cf97b42
 def _read_transform(preprocess: Callable) -> tuple:
@@ -42,15 +46,17 @@ def _read_transform(preprocess: Callable) -> tuple:
     return size, mean, std
 
 # %% ../../nbs/lib/models/07_wrap.ipynb #85da7aaa
-def _check_network(clip, name: str):
+def _check_network(clip, name: str, sees_images: bool):
     """Raise CompvlError where a network lacks a method or weights."""
     kind = type(clip).__name__
     methods = ("encode_image", "encode_text")
     missing = [method for method in methods if not callable(getattr(clip, method, None))]
+    if missing == ["encode_image"] and not sees_images:
+        missing = []
     if missing:
         raise CompvlError(
             f"{name} ({kind}) has no {' and no '.join(missing)}: wrap it in an nn.Module that has "
-            "both"
+            "both; a text encoder alone needs encode_text, and None as preprocess"
         )
     if not isinstance(clip, nn.Module) or next(clip.parameters(), None) is None:
         raise CompvlError(
@@ -58,11 +64,26 @@ def _check_network(clip, name: str):
             "make it an nn.Module that contains its network"
         )
 
+
+def _check_tokenizer(tokenizer: Callable, name: str):
+    """Raise CompvlError where a tokenizer does not return what `encode_text` takes."""
+    tokens = tokenizer(["a cat", "two dogs on a mat"])
+    found = f"a {type(tokens).__name__}"
+    if isinstance(tokens, Tensor):
+        if tokens.ndim == 2 and len(tokens) == 2:
+            return
+        found = f"a tensor of shape {tuple(tokens.shape)}"
+    raise CompvlError(
+        f"the tokenizer of {name} returns {found} for two captions, and not a tensor with two "
+        "rows: wrap a tokenizer of transformers in a function such as lambda captions: "
+        "tokenizer(captions, padding=True, truncation=True, return_tensors='pt')['input_ids']"
+    )
+
 # %% ../../nbs/lib/models/07_wrap.ipynb #69f1c80c
 def wrap_model(
     clip: nn.Module,  # the network, see below
-    preprocess: Callable,  # PIL image -> float [3, H, W]
-    tokenizer: Callable,  # list of str -> int64 [B, L]
+    preprocess: Callable | None,  # PIL image -> float [3, H, W]; None for a text encoder
+    tokenizer: Callable,  # list of str -> int64 [B, L], of any L
     name: str = "wrapped",
     image_size: int | None = None,  # pixels; default: what a torchvision `preprocess` shows
     mean: tuple | None = None,  # three floats; default likewise
@@ -71,9 +92,12 @@ def wrap_model(
     """A `Model` for evaluation from any network, which is set to eval mode.
 
     `clip` has the methods `encode_image` (float [B, 3, H, W] -> [B, D]) and `encode_text`
-    (int64 [B, L] -> [B, D]).
-    Raises CompvlError where a method or the weights are missing."""
-    _check_network(clip, name)
+    (int64 [B, L] -> [B, D]). Without `preprocess` it is a text encoder, which needs `encode_text`
+    only and is evaluated on texts alone.
+    Raises CompvlError where a method or the weights are missing, and for a tokenizer that does not
+    return a tensor with a row for each caption."""
+    _check_network(clip, name, preprocess is not None)
+    _check_tokenizer(tokenizer, name)
     shown_size, shown_mean, shown_std = _read_transform(preprocess)
     return WrappedModel(
         clip.eval(),

@@ -64,6 +64,9 @@ def chance(benchmark: Benchmark) -> dict[str, float]:
         case "caption-choice":
             shares = [1 / (1 + len(item.foils)) for item in benchmark.items]
             return dict(accuracy=100 * float(np.mean(shares)))
+        case "image-selection":
+            shares = [1 / (1 + len(item.other_images)) for item in benchmark.items]
+            return dict(accuracy=100 * float(np.mean(shares)))
         case "square":
             return dict(text=25.0, image=25.0, group=100 / 6)
         case "text-similarity":

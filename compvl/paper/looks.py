@@ -72,6 +72,8 @@ _LOOKS = {
     "roberta": (PURPLE, "X"),
     "datacomp": (GREEN, "D"),
     "xvlm": (VERMILLION, "*"),
+    "generative": ("#8b5a2b", "<"),
+    "generative-gain": ("#888888", ">"),
 }
 LOOKS = {key: Look(*look) for key, look in _LOOKS.items()}
 _OTHER_COLORS = (ORANGE, PURPLE, YELLOW)

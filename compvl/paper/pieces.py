@@ -15,9 +15,7 @@ from ..benchmarks.items import Benchmark
 from ..core import atomic_write, config_hash
 from ..evaluate.kept import Kept, identity
 from ..evaluate.scorers import Deferred
-from .runs import config_name, finished_model
-from ..train.config import TrainConfig
-from ..train.matcher import MatcherConfig
+from .runs import AnyConfig, config_name, finished_model
 
 # %% ../../nbs/lib/paper/10b_pieces.ipynb #ad740569
 class Pieces(Kept):
@@ -30,9 +28,7 @@ class Pieces(Kept):
         """Name of the scores of a run on a benchmark."""
         return config_hash([scorer.fingerprint, identity(benchmark), skip_damaged])
 
-    def deferred(
-        self, config: TrainConfig | MatcherConfig, model_name: str, runs: Path, on_log=None
-    ) -> Deferred:
+    def deferred(self, config: AnyConfig, model_name: str, runs: Path, on_log=None) -> Deferred:
         """The model of a run, which is trained only when there is something to score."""
 
         def trained():
@@ -43,11 +39,11 @@ class Pieces(Kept):
 
         return Deferred(trained, config_name(config), model_name)
 
-    def file(self, config: TrainConfig | MatcherConfig) -> Path:
+    def file(self, config: AnyConfig) -> Path:
         """Where the metrics of a run are, or will be."""
         return self.folder / f"{config_name(config)}.csv.gz"
 
-    def metrics(self, config: TrainConfig | MatcherConfig) -> pd.DataFrame | None:
+    def metrics(self, config: AnyConfig) -> pd.DataFrame | None:
         """Metrics by step of a run; None where it was not made."""
         file = self.file(config)
         return pd.read_csv(file) if file.exists() else None

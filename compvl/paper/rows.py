@@ -39,6 +39,11 @@ class Row:
         return self.source == "pretrained" and self.base in ("", "micro-clip")
 
     @property
+    def scores_pairs(self) -> bool:
+        """Whether its model only scores an image with a caption, and has no features of either."""
+        return self.base.startswith(("micro-xvlm", "micro-captioner"))
+
+    @property
     def method(self) -> str:
         """The method of its training, one of `compvl.train.config.METHODS`."""
         return self.train.get("method", TrainConfig.method)
@@ -153,7 +158,9 @@ _DAC_SAM = _other_group(
     "DAC-SAM", "dac", *_BY_SVLC, options=_REGION_BAGS, color="#57501c", marker="h"
 )
 _OTHER_GROUPS = [
-    _other_group("NegCLIP", "negclip", "negclip", color="#E69F00", marker="o"),
+    _other_group("NegCLIP", "negclip", "negclip", color="#E69F00", marker="o").training(
+        alternatives=3
+    ),
     _other_group("CREPE-Swap", "negclip", "crepe-swap", color="#a86f00", marker="<"),
     _other_group(
         "CREPE-Replace", "negclip", "crepe-replace", options=_RARE, color="#f7c95f", marker=">"
@@ -249,6 +256,8 @@ _RESNET = ("micro-clip-rn", "clip-rn50")
 _BIDIR = ("micro-clip-bidir", "laion2b-roberta-vit-b-32")
 _MIX = ("micro-clip-mix", "datacomp-vit-b-32")
 _XVLM = ("micro-xvlm", "xvlm-16m")
+_GENERATIVE = "generative models (not in the published table)"
+_GAIN = "Captioner: generative, without prior"
 _RELATIVES = [
     _relative("clip-small", _SMALL, "sizes", "micro-clip-small", "", color="#56B4E9", marker="v"),
     _relative("vit-b-16", "ViT-B/16: smaller patches", "sizes", *_P8, color="#0072B2", marker="s"),
@@ -260,6 +269,24 @@ _RELATIVES = [
     _relative("datacomp", _DATACOMP, "pretraining data", *_MIX, color="#009E73", marker="D"),
     _relative(
         "xvlm", "XVLM-16M: cross-encoder", "cross-encoders", *_XVLM, color="#D55E00", marker="*"
+    ),
+    _relative(
+        "generative",
+        "Captioner: generative",
+        _GENERATIVE,
+        "micro-captioner",
+        "",
+        color="#8b5a2b",
+        marker="<",
+    ),
+    _relative(
+        "generative-gain",
+        _GAIN,
+        _GENERATIVE,
+        "micro-captioner-gain",
+        "",
+        color="#888888",
+        marker=">",
     ),
 ]
 
@@ -343,9 +370,9 @@ _LATER = "methods since 2024, on our hard negatives and hard positives"
 _SIGMOID = "sigmoid loss in place of the contrastive loss"
 
 
-def _later(key: str, label: str, method: str, **look) -> Row:
-    """A row with another loss on the same texts."""
-    return Row(key, label, _LATER, train=dict(method=method), **look)
+def _later(key: str, label: str, method: str, train=None, **fields) -> Row:
+    """A row with another loss on the same texts, and perhaps other fields of its training."""
+    return Row(key, label, _LATER, train=dict(method=method) | (train or {}), **fields)
 
 
 def _by_sigmoid(key: str, label: str, method: str, **look) -> Row:
@@ -358,6 +385,18 @@ LATER_ROWS = [
     _later("hn+hp-text", "Our HN + HP (texts)", "hn+hp-text", color="#009E73", marker=">"),
     _later("fsc-clip", "FSC-CLIP (global loss)", "fsc-clip", color="#E69F00", marker="p"),
     _later("ce-clip", "CE-CLIP", "ce-clip", color="#CC79A7", marker="h"),
+    _later("cs-clip", "CS-CLIP", "cs-clip", recipe="cs-clip", color="#8b5a2b", marker="*"),
+    _later(
+        "triplet-clip",
+        "TripletCLIP",
+        "triplet-clip",
+        train=dict(w_itc=0.0, data_options=dict(counterparts=True)),
+        recipe="triplet-clip",
+        microworld_only="hard-negative images of photographs are",
+        optional=True,
+        color="#57501c",
+        marker="d",
+    ),
     _by_sigmoid("sigmoid", "Sigmoid", "sigmoid", color="#a08c00", marker="s"),
     _by_sigmoid("sigmoid+hn", "Sigmoid, HN", "sigmoid+hn", color="#7b45a5", marker="^"),
     _by_sigmoid("sigmoid+hp+hn", "Sigmoid, HP+HN", "sigmoid+hp+hn", color="#52227b", marker="D"),

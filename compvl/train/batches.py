@@ -26,8 +26,11 @@ from compvl.attribution.replacements import (
 )
 from ..core import CompvlError
 from ..microworld.vocabulary import microworld_words
+from ..text.lexicon import Words
 from ..text.parser import parse_many
+from ..text.units import UNITS, draw_units
 from .config import TrainConfig
+from .neighbours import Alternatives
 from .terms import needed
 
 # %% ../../nbs/lib/train/04_batches.ipynb #64900136
@@ -116,9 +119,11 @@ class Collate:
 
     Always: `images` (uint8 [B, 3, H, W]), `tokens` (int64 [M, L], B captions first), and
     `hard_negative_rows`, `hard_positive_rows` (int64, empty where no term needs them).
-    With bags of K captions: `bag_size` (K), `bag_rows` and `bag_negative_rows` (int64, below B K).
+    With bags of K captions, or K units of each: `bag_size` (K), `bag_rows` and `bag_negative_rows`
+    (int64, below B K).
     With attribution: `objects`, `composition` (bool [B, L]), and by perturbation `owner`, `where`
-    (see `tokenize_replacements`). With `mask_same_image`: `groups` (int64 [B])."""
+    (see `tokenize_replacements`). With `mask_same_image`: `groups` (int64 [B]). With counterparts:
+    `present` (bool [B])."""
 
     def __init__(self, model, config: TrainConfig, words: Sequence[str] | None = None):
         self.config = config
@@ -128,16 +133,40 @@ class Collate:
     def __call__(self, items: dict, epoch: int = 0) -> dict:
         captions = list(items["caption"])
         batch = {"images": items["images"]}
+        if "counterparts" in self.needs:
+            captions = self._with_counterparts(items, batch)
         texts = captions + self._hard_texts(items, batch)
-        if "bags" in self.needs:
+        if "units" in self.needs:
+            texts += self._bags(self._units(captions, epoch), batch)
+        elif "bags" in self.needs:
             texts += self._bags(items, batch)
         perturbed = []
         if "attribution" in self.needs:
             perturbed = self._attribution(captions, epoch, batch)
         if self.config.mask_same_image:
-            batch["groups"] = group_numbers(items.get("image_id", items["id"]))
+            batch["groups"] = self._groups(items)
         batch["tokens"] = torch.cat([self.tokens(texts), *perturbed])
         return batch
+
+    def _with_counterparts(self, items, batch) -> list[str]:
+        "Add the counterparts' images to those of the batch; returns the captions of all."
+        if "counterpart" not in items:
+            raise CompvlError(
+                "the term triplet asks for counterparts, pictures of hard negatives, and the data "
+                "has none: for the microworld give data_options=dict(counterparts=True)"
+            )
+        texts = items["counterpart"]
+        batch["images"] = torch.cat([items["images"], items["counterpart_images"]])
+        batch["present"] = torch.tensor([True] * len(texts) + [text is not None for text in texts])
+        captions = list(items["caption"])
+        return captions + [text or own for text, own in zip(texts, captions, strict=True)]
+
+    def _groups(self, items) -> Tensor:
+        "The number of each item's image; a counterpart has an image of its own."
+        ids = list(items.get("image_id", items["id"]))
+        if "counterparts" in self.needs:
+            ids += [f"counterpart of {item}" for item in items["id"]]
+        return group_numbers(ids)
 
     def _hard_texts(self, items, batch) -> list[str]:
         "Add the rows of hard negatives and hard positives to the batch; returns these texts."
@@ -150,6 +179,20 @@ class Collate:
             batch[rows], some = present_texts(column)
             texts += some
         return texts
+
+    @property
+    def _words(self) -> Words | None:
+        "The words that texts are perturbed with; None: the shipped lexicon."
+        microworld = self.config.data in ("microworld", "pretrain")
+        return microworld_words() if microworld else None
+
+    def _units(self, captions, epoch) -> dict[str, list]:
+        "Units of the captions and their foils, as columns of bags; None where there is none."
+        drawn = draw_units(captions, f"{self.config.seed}-{epoch}", self._words)
+        return {
+            "bag": [[unit and unit.text for unit in units] for units in drawn],
+            "bag_negative": [[unit and unit.foil for unit in units] for units in drawn],
+        }
 
     def _bags(self, items, batch) -> list[str]:
         "Add the rows of bags to the batch; returns their texts."
@@ -176,11 +219,10 @@ class Collate:
         batch.update(objects=objects, composition=composition)
         if self.config.attribution != "perturbation":
             return []
-        microworld = self.config.data in ("microworld", "pretrain")
         made = replacements(
             captions,
             seed=f"{self.config.seed}-{epoch}",
-            words=microworld_words() if microworld else None,
+            words=self._words,
             parsed=parses,
         )
         perturbed = tokenize_replacements(captions, made, self.tokens.tokenizer)
@@ -244,12 +286,14 @@ class Steps(Dataset):
         config: TrainConfig,
         rank: int,  # of this process
         world: int,  # number of processes
+        alternatives: Alternatives | None = None,  # one of which joins each item
     ):
         self.data = data
         self.collate = collate
         self.config = config
         self.rank = rank
         self.world = world
+        self.alternatives = alternatives
 
     def __getitem__(self, step: int):
         config = self.config
@@ -263,6 +307,9 @@ class Steps(Dataset):
             self.world,
         )
         self.data.set_epoch(epoch)
+        if self.alternatives:
+            others = self.alternatives.draw(micro_batches, epoch, config.seed)
+            micro_batches = np.concatenate([micro_batches, others], axis=1)
         try:
             return [self.collate(self.data.batch(items), epoch) for items in micro_batches]
         except CompvlError as error:

@@ -49,7 +49,7 @@ def term_fields() -> dict[str, str]:
 
 # %% ../../nbs/lib/train/02_config.ipynb #3de71773
 register_method("clip-ft")  # the control: ITC only (CLIP-COCO, CLIP-FT)
-register_method("negclip", negatives_in_batch=True)  # Yuksekgonul et al. 2023
+register_method("negclip", negatives_in_batch=True)  # and alternatives=3: Yuksekgonul et al. 2023
 register_method("hn", "hn")  # SVLC; Doveh et al. 2023
 register_method("hp", "hp")
 register_method("hp+hn", "hn", "hp")  # Kamath et al. 2024
@@ -61,6 +61,8 @@ register_method("hn+hp-image", "hn", "hp_image")
 register_method("hn+hp-text", "hn", "hp_text")  # READ-CLIP, CLIC
 register_method("fsc-clip", "hn_calibrated")  # Oh et al. 2024, its global loss
 register_method("ce-clip", "imc", "cmr", negatives_in_batch=True)  # Zhang et al. 2024
+register_method("cs-clip", "units", negatives_in_batch=True)  # Kargi et al. 2026
+register_method("triplet-clip", "triplet")  # with w_itc=0: Patel et al. 2024
 register_method("sigmoid", "sigmoid")  # with w_itc=0: Zhai et al. 2023
 register_method("sigmoid+hn", "sigmoid", "sigmoid_hn")
 register_method("sigmoid+hp+hn", "sigmoid", "sigmoid_hn", "sigmoid_hp")
@@ -86,6 +88,7 @@ SMALLEST = dict(  # smallest value of fields that are numbers
     workers=0,
     validate_every=1,
     n_validation=2,
+    alternatives=1,
 )
 
 # %% ../../nbs/lib/train/02_config.ipynb #8d109ebe
@@ -118,6 +121,7 @@ class TrainConfig:
     teacher: str | None = None  # file of the diffusion model for L_SDS; None: the shipped one
     attr_margin: float = 0.0  # margin of L_attr, in units of the logit (scale times cosine)
     negatives_in_batch: bool | None = None  # hard negatives join the image-to-text denominators
+    alternatives: int | None = None  # k nearest images, one of which joins an item (NegCLIP: 3)
     mask_same_image: bool = False  # captions of one image are no negatives; not so in the papers
 
     # Model and data.
@@ -227,6 +231,11 @@ def check_combinations(config: TrainConfig):
         raise CompvlError(
             f"compile does not go with L_attr by {config.attribution}, which needs second "
             "derivatives: leave it out, or take perturbation"
+        )
+    if may_need(config, "bags") and may_need(config, "units"):
+        raise CompvlError(
+            "bags of captions and units of captions take the same place in a batch: train with "
+            "w_mil or with the term units, not with both"
         )
     if may_need(config, "diffusion") and (config.chunk_size or config.lora_rank):
         raise CompvlError(

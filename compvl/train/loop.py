@@ -36,6 +36,7 @@ from compvl.train.checkpoint import (
     writing_to,
 )
 from .config import TrainConfig
+from .neighbours import nearest_alternatives
 from .optimizer import learning_rate, make_optimizer
 from .run import NOT_IDENTITY, MetricsFile, Run, folder_name, run_identity
 from .setup import make_accelerator, open_parts, plain_clip, set_up_clip
@@ -68,6 +69,9 @@ class Trainer:
         self.progress = progress
         self.on_log = on_log
 
+        self.alternatives = None
+        if config.alternatives:  # by the features of the starting weights
+            self.alternatives = nearest_alternatives(model, data, config.alternatives)
         words = getattr(data, "words", None)
         set_up_clip(model, config, words)
         self.data = data
@@ -77,6 +81,7 @@ class Trainer:
             self.bare, make_optimizer(model, config, self.bare.head)
         )
         self.start = 0  # steps already trained
+        self.carried = {}  # what terms keep from step to step of an epoch
         if config.validate_every:
             self.validation = Validation(config, data, self.collate, accelerator)
 
@@ -90,6 +95,8 @@ class Trainer:
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.bare.head:
             self.bare.head.load_state_dict(saved["head"])
+        for name, kept in saved.get("carried", {}).items():
+            self.carried[name] = kept.to(self.accelerator.device)
         if self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
 
@@ -100,6 +107,7 @@ class Trainer:
             step=done,
             model=self.model.clip.state_dict(),
             optimizer=self.optimizer.state_dict(),
+            carried=self.carried,
             scaler=scaler.state_dict() if scaler else None,
         )
         if self.bare.head:
@@ -177,7 +185,7 @@ class Trainer:
 
     def validate(self, done: int):
         """Add a row of validation.csv for each loss and figure."""
-        rows = self.validation(self.bare)
+        rows = self.validation(self.bare, self.carried)
         if self.accelerator.is_main_process:
             with writing_to(self.folder):
                 self.validated.add(done, rows)
@@ -188,6 +196,8 @@ class Trainer:
         rank = self.accelerator.process_index
         seed = np.random.SeedSequence([config.seed, step, rank]).generate_state(1)[0]
         torch.manual_seed(int(seed))
+        if step % (len(self.data) // config.batch_size) == 0:  # an epoch begins
+            self.carried.clear()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         values = []
@@ -203,6 +213,7 @@ class Trainer:
         """Add the gradients of a micro-batch; update the weights after the last of a step."""
         accelerator = self.accelerator
         with accelerator.accumulate(self.towers):
+            batch["carried"] = self.carried
             loss, logged = backward_loss(accelerator, self.towers, self.model, batch, self.config)
             if self.config.grad_clip and accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(self.towers.parameters(), self.config.grad_clip)
@@ -287,6 +298,7 @@ class Trainer:
             self.config,
             accelerator.process_index,
             accelerator.num_processes,
+            self.alternatives,
         )
         steps = range(self.start, self.steps)
         batches = stream_batches(items, steps, accelerator.device.type == "cuda")

@@ -34,7 +34,8 @@ RECIPES["hp"] = dict(
 # %% ../../nbs/lib/train/03_recipes.ipynb #0377111c
 # The training command in the README of mertyg/vision-language-models-are-bows, on one GPU.
 # It leaves out the decay, which is the default of open_clip's code (src/training/params.py of
-# xiaobin-xs/neg_clip_decompos, a copy).
+# xiaobin-xs/neg_clip_decompos, a copy). The batch is of items; each brings one of its three nearest
+# images with it (vinid/neg_clip, src/training/data.py; three: the paper).
 RECIPES["negclip"] = dict(
     method="negclip",
     **START,
@@ -44,6 +45,7 @@ RECIPES["negclip"] = dict(
     lr=1e-6,
     warmup=50,
     weight_decay=0.2,
+    alternatives=3,
 )
 
 # %% ../../nbs/lib/train/03_recipes.ipynb #97560d2f
@@ -93,6 +95,43 @@ RECIPES["cae"] = dict(
     lr=5e-7,
     warmup=50,
     weight_decay=0.2,
+)
+
+# %% ../../nbs/lib/train/03_recipes.ipynb #ab708055
+# kargibora/CS-CLIP: configs/coco_ft.yaml, configs/optimizer/adamw_ft.yaml,
+# configs/training/default.yaml, and train_structured.sh (128 on one GPU). On COCO.
+# Its linear warm-up is 3 of 5 epochs, from a tenth of the rate; `TrainConfig` cuts it to half the
+# run, and it starts from 0 here. Its cosine ends at a hundredth of the rate, and here at 0.
+# Its units and foils are those of a language model (unit_pipeline), and here of the parser.
+RECIPES["cs-clip"] = dict(
+    method="cs-clip",
+    **START,
+    data="coco",
+    epochs=5,
+    batch_size=128,
+    lr=5e-6,
+    warmup=13_869,
+    weight_decay=0.01,
+    grad_clip=1.0,
+)
+
+# %% ../../nbs/lib/train/03_recipes.ipynb #ff0f073a
+# tripletclip/TripletCLIP: src/openclip/scripts/sample_train.sh, and the defaults of
+# src/openclip/src/parse_args.py. On a million pairs with a negative pair each, whose shards
+# compvl cannot read: this is a record.
+RECIPES["triplet-clip"] = dict(
+    method="triplet-clip",
+    w_itc=0.0,
+    model="ViT-B-32",
+    pretrained=None,
+    data="webdataset",
+    epochs=10,
+    batch_size=1024,
+    lr=5e-4,
+    warmup=1000,
+    weight_decay=0.5,
+    betas=(0.9, 0.999),
+    eps=1e-8,
 )
 
 # %% ../../nbs/lib/train/03_recipes.ipynb #ed9f45bb

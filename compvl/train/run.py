@@ -16,6 +16,7 @@ import pandas as pd
 
 from ..core import CompvlError, atomic_write, config_hash, read_json
 from ..models.clip import Model, create_model
+from .terms import term_versions
 
 # %% ../../nbs/lib/train/08_run.ipynb #a09fb9df
 def count_steps(config, data, world: int = 1) -> int:
@@ -65,6 +66,8 @@ def unused_fields(config) -> list[str]:
         unused += ["w_mil"]
     if not config.w_sds:
         unused += ["w_sds", "teacher"]
+    if not config.alternatives:
+        unused += ["alternatives"]
     if not any(config.weights.values()):
         unused += ["weights"]
     return unused
@@ -83,6 +86,8 @@ def run_identity(
     identity = {name: value for name, value in asdict(config).items() if name not in left_out}
     if config.w_sds:
         identity["teacher"] = teacher.fingerprint()
+    if term_versions(config):
+        identity["term_versions"] = term_versions(config)
     identity.update(
         model=model.name,
         steps=steps,
@@ -164,8 +169,8 @@ class Run:
         """A row for each step, from 1.
 
         Columns: lr, loss, its parts before their weights (itc, hn, hp, …), logit_scale, the number
-        of items that have what a term needs (with_hn, with_hp, with_mil, with_attr; micro-batches
-        added), samples_per_s."""
+        of items that have what a term needs (with_hn, with_hp, with_mil, with_units, with_triplet,
+        with_attr; micro-batches added), samples_per_s."""
         return read_metrics(self.folder)
 
     @property

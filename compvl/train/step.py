@@ -64,17 +64,15 @@ class Towers(nn.Module):
         if attribution in (None, "perturbation"):
             text_features = self.model.encode_text(tokens)
         else:
-            token_attributions, text_features = self._attribute(
-                image_features, tokens, attribution, scale
-            )
+            token_attributions, text_features = self._attribute(image_features, tokens, attribution)
         distillation = None
         if self.head:
             unnormalised = image_features * image_features.shape[1] ** 0.5
             distillation = sds_loss(self._teacher[0], self.head, unnormalised, captions)
         return image_features, text_features, scale, token_attributions, distillation
 
-    def _attribute(self, image_features, tokens, attribution, scale):
-        "Attributions of the captions' tokens, and features of all texts."
+    def _attribute(self, image_features, tokens, attribution):
+        "Attributions of the captions' tokens (see `explained_score`), and features of all texts."
         n = len(image_features)
         token_attributions, features = text_attribution(
             self.model,
@@ -83,7 +81,6 @@ class Towers(nn.Module):
             attribution,
             create_graph=True,
             features=True,
-            scale=scale.detach(),
         )
         if len(tokens) > n:
             features = torch.cat([features, self.model.encode_text(tokens[n:])])
@@ -155,6 +152,10 @@ def count_items(features: Features, config: TrainConfig) -> dict[str, Tensor]:
     needs = needed(config)
     if "bags" in needs:
         counts["with_mil"] = features.in_bags.any(1).sum()
+    if "units" in needs:
+        counts["with_units"] = (features.in_bags & features.in_bag_negatives).any(1).sum()
+    if "counterparts" in needs:
+        counts["with_triplet"] = features.present.chunk(2)[1].sum()
     if "attribution" in needs:
         counts["with_attr"] = attributable(features.batch).sum()
     return counts
@@ -172,7 +173,7 @@ def feature_loss(
     """The loss of a micro-batch from what `Towers` returns, and what is logged of it.
 
     Logged: the parts of the loss, the logit scale, and how many items have hard negatives, hard
-    positives, bags, and both an object and a relation or attribute."""
+    positives, bags, units, counterparts, and both an object and a relation or attribute."""
     features = unpack_batch(images, texts, scale, token_attributions, distillation, batch)
     loss, parts = total_loss(features, config)
     return loss, {**parts, "logit_scale": scale.detach(), **count_items(features, config)}
@@ -180,7 +181,7 @@ def feature_loss(
 # %% ../../nbs/lib/train/07_step.ipynb #83fb8831
 def on_device(batch: dict, device: torch.device) -> dict:
     """A collated micro-batch on a device; images stay where they are, to be normalised later."""
-    stay = ("images", "bag_size")
+    stay = ("images", "bag_size", "carried")
     return {
         name: value if name in stay else value.to(device, non_blocking=True)
         for name, value in batch.items()

@@ -64,10 +64,12 @@ class Validation:
         for name in expand(config.validate_on, micro=True):
             self.benchmarks.append(load_benchmark(name, n=config.n_validation, split="val"))
 
-    def __call__(self, towers: Towers) -> list[dict]:
-        """Rows with benchmark, group, metric and value; of losses, the benchmark is `loss`."""
+    def __call__(self, towers: Towers, carried: dict | None = None) -> list[dict]:
+        """Rows with benchmark, group, metric and value; of losses, the benchmark is `loss`.
+
+        `carried`: what terms have kept from the last training step (`Features.carried`)."""
         towers.eval()
-        values = self.losses(towers)
+        values = self.losses(towers, carried)
         rows = [dict(benchmark="loss", group="all", metric=k, value=v) for k, v in values.items()]
         if self.benchmarks:
             figures = evaluate(towers.model, self.benchmarks, n_boot=2, progress=False)
@@ -75,12 +77,13 @@ class Validation:
         towers.train()
         return rows
 
-    def losses(self, towers: Towers) -> dict[str, float]:
+    def losses(self, towers: Towers, carried: dict | None = None) -> dict[str, float]:
         """The loss and its terms, before their weights: means over the batches."""
         torch.manual_seed(0)  # of what terms draw; a training step has its own seed
         model = towers.model
         rows = []
-        for batch in self.batches:
+        for kept in self.batches:
+            batch = {**kept, "carried": dict(carried or {})}
             needs_gradients = "objects" in batch  # attribution does
             with attention_kernel(model.device), torch.set_grad_enabled(needs_gradients):
                 loss, logged = batch_loss(towers, model, batch, self.config)

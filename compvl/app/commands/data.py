@@ -102,11 +102,11 @@ def _status_row(row: dict) -> dict:
 
 
 def _notes(name: str) -> list[str]:
-    """What a person should know of the files of a data set, each note once."""
-    from compvl.downloads import DATASETS
+    """What is confirmed of a data set, and what is not; nothing for a checkpoint."""
+    from compvl.downloads import DATASETS, confirmed
 
-    files = DATASETS[name].files if name in DATASETS else ()
-    return list(dict.fromkeys(file.note for file in files if file.note))
+    is_known = name in DATASETS and DATASETS[name].kind != "checkpoint"
+    return [confirmed(DATASETS[name])] if is_known else []
 
 
 def _print_instructions(rows: list[dict], root: Path) -> None:
@@ -126,7 +126,7 @@ def _print_instructions(rows: list[dict], root: Path) -> None:
     for row in rows:
         notes += [f"{row['name']}: {note}." for note in _notes(row["name"])]
     if notes:
-        typer.echo("\n  ".join(["\nNotes:", *notes]))
+        typer.echo("\n  ".join(["\nWhat is confirmed of the files:", *notes]))
 
 # %% ../../../nbs/lib/app/commands/08_data.ipynb #6e3456e5
 STATUS_EXAMPLE = "Example:  [bold]compvl data status sugarcrepe winoground --data-root data[/]"

@@ -8,13 +8,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
+from compvl.app.checkpoints import (
+    Checkpoint,
+    check_pretrained,
+    check_titles,
+    read_checkpoints,
+    with_weights,
+)
 from .options import print_json, print_table
-from ...core import CompvlError, atomic_write
+from ...core import atomic_write
 
 # %% auto #0
 __all__ = ['EVALUATE_EXAMPLES', 'evaluate_command']
@@ -60,40 +69,6 @@ def _print_figures(df, differences, models: list[str], pretrained: str | None) -
     )
     print_table(_side_by_side(_headline(df), differences), title)
 
-# %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #0fc50ed9
-def _start_weights(name: str) -> str:
-    """The weights of a model that names none: the shipped base, which micro-clip alone has."""
-    if name != "micro-clip":
-        import open_clip
-
-        tags = open_clip.list_pretrained_tags_by_model(name)
-        if tags:
-            raise CompvlError(
-                f"Which weights of {name}? Give --pretrained with a file, a run folder, random, "
-                f"or one of its tags: {', '.join(tags)}."
-            )
-    return "base"
-
-
-def _open_model(
-    name: str,
-    pretrained: str | None,
-    root: Path | None,
-    device: str | None,
-    activation: str | None,
-):
-    """The scorer of a model: of the zoo, or with the weights `pretrained`, which may be 'random'.
-
-    Raises `CompvlError` if weights are needed, but not named.
-    """
-    from compvl.models.releases import ZOO
-    from compvl.models.scorers import open_scorer
-
-    if name.lower() not in ZOO and not pretrained:
-        pretrained = _start_weights(name)
-    weights = None if pretrained == "random" else pretrained
-    return open_scorer(name, weights, root, device, activation)
-
 # %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #aa726501
 def _write_csv(df, path: Path) -> None:
     """Write a data frame atomically."""
@@ -116,12 +91,62 @@ def _cache_folders(folder: Path, keep_pixels: bool) -> dict[str, Path | None]:
     pixels = folder / "pixels" if keep_pixels else None
     return dict(cache=folder / "embeddings", keep=folder / "scores", pixels=pixels)
 
+# %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #e1a00002
+def _tables(evaluations: list):
+    """Figures of all models, and differences from the first."""
+    import pandas as pd
+
+    from compvl.evaluate.comparisons import compare_models
+
+    figures = pd.concat([evaluation.figures for evaluation in evaluations], ignore_index=True)
+    return figures, compare_models({each.title: each.scores for each in evaluations})
+
+
+def _write_files(evaluations, benchmarks, figures, differences, csv, items) -> None:
+    """Write the tables to the file `csv` and beside it, those of items to the folder `items`."""
+    if csv:
+        _write_csv(figures, csv)
+        if len(differences):
+            _write_csv(differences, csv.with_stem(f"{csv.stem}_differences"))
+    if items:
+        for evaluation in evaluations:
+            _write_items(items, evaluation.title, benchmarks, evaluation.scores)
+
+
+def _print_as_json(figures, differences, failures: dict[str, str]) -> None:
+    """Print both tables as lists of records, and the errors of models that failed."""
+    tables = dict(figures=figures, differences=differences)
+    found = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+    print_json(found | dict(failures=failures))
+
+# %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #e1a00005
+def _checkpoints(
+    model: list[str], models: Path | None, pretrained: str | None, activation: str | None
+) -> list[Checkpoint]:
+    """The models to evaluate. Raises `CompvlError` for one that is given twice."""
+    found = [Checkpoint.from_text(text) for text in model]
+    if models:
+        found += read_checkpoints(models)
+    if not found:
+        found = [Checkpoint("micro-clip")]
+    check_titles(found)
+    check_pretrained(found, pretrained)
+    return [with_weights(checkpoint, pretrained, activation) for checkpoint in found]
+
+
+def _announce(text: str) -> None:
+    """Say on stderr what is next."""
+    typer.echo(text, err=True)
+
 # %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #93e98868
 EVALUATE_EXAMPLES = (
-    "Example:  [bold]compvl evaluate --benchmark replace,swap[/]   "
+    "Example:  [bold]compvl evaluate --benchmark replace,swap --report card.html[/]   "
     "(the shipped base, in the microworld)\n\n"
     "Example:  [bold]compvl evaluate --model ViT-B-32-quickgelu --pretrained openai "
-    "--model negclip --benchmark compositional --root data --csv table.csv[/]"
+    "--model negclip --benchmark compositional --root data --csv table.csv[/]\n\n"
+    "Example:  [bold]compvl evaluate --models models.yaml --benchmark triplets[/]   with a file "
+    "such as  [bold]- {name: ViT-B-32, weights: mine/epoch_5.pt, activation: quick_gelu, "
+    "label: mine}[/]"
 )
 
 # %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #adea2908
@@ -135,12 +160,23 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
         ),
     ],
     model: Annotated[
-        list[str],
+        Optional[list[str]],
         typer.Option(
-            help="An open_clip model name, micro-clip, or a name of the zoo (compvl models); "
-            "NAME:WEIGHTS names its weights. May be repeated: all are compared with the first."
+            help="An open_clip model name, micro-clip (the default), or a name of the zoo (compvl "
+            "models); NAME:WEIGHTS names its weights. A repository or a folder with its weights is "
+            "hf-hub:ORG/NAME, local-dir:FOLDER (of open_clip) or transformers:ID_OR_FOLDER; "
+            "vqa:MODEL, caption:MODEL and gain:MODEL score with a generative model of "
+            "transformers. May be repeated: all are compared with the first."
         ),
-    ] = ("micro-clip",),
+    ] = None,
+    models: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="YAML file with a list of further models. Each entry has a [italic]name[/] and "
+            "may have [italic]weights, activation[/] and a [italic]label[/] for the tables. A "
+            "model that fails is reported at the end, with exit status 1."
+        ),
+    ] = None,
     pretrained: Annotated[
         Optional[str],
         typer.Option(
@@ -213,13 +249,22 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
             "beside it."
         ),
     ] = None,
+    report: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="Write a report to this HTML file, with tables, figures, the worst failures and "
+            "attribution; it needs no other file."
+        ),
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print figures and differences as JSON.")
+        bool,
+        typer.Option("--json", help="Print figures, differences and failed models as JSON."),
     ] = False,
 ):
     """Score models on benchmarks: every figure with its count and 95 % interval, several models \
 side by side with paired differences. Under `accelerate launch` the processes share the work."""
     # Longer than 40 lines: one argument of the evaluation a line.
+    checkpoints = _checkpoints(model or [], models, pretrained, activation)
     from compvl.benchmarks.loading import load_benchmarks
 
     benchmarks = load_benchmarks(
@@ -230,48 +275,44 @@ side by side with paired differences. Under `accelerate launch` the processes sh
         split=split,
         n=n,
     )
-    import pandas as pd
-
+    from compvl.app.evaluations import evaluate_checkpoints
     from compvl.core import cache_dir
-    from compvl.evaluate.comparisons import compare_models
-    from compvl.evaluate.engine import evaluate
 
     if "RANK" in os.environ:
         from accelerate import Accelerator
 
         device = device or str(Accelerator().device)
-    for name in model:
-        if model.count(name) > 1:
-            raise CompvlError(f"--model {name} is given more than once.")
-    folders = {} if no_cache else _cache_folders(cache or cache_dir(), keep_pixels)
     is_first_process = int(os.environ.get("RANK", 0)) == 0
-    tables = []
-    scores = {}
-    for spec in model:
-        name, _, weights = spec.partition(":")
-        df, scores[spec] = evaluate(
-            _open_model(name, weights or pretrained, root, device, activation),
-            benchmarks,
-            **folders,
-            device=device,
-            batch_size=batch_size,
-            skip_damaged=skip_damaged,
-            model_name=spec,
-            return_scores=True,
-        )
-        tables.append(df)
-        if items and is_first_process:
-            _write_items(items, spec, benchmarks, scores[spec])
+    folders = {} if no_cache else _cache_folders(cache or cache_dir(), keep_pixels)
+    evaluations, failures = evaluate_checkpoints(
+        checkpoints,
+        benchmarks,
+        announce=_announce if is_first_process else None,
+        root=root,
+        device=device,
+        **folders,
+        batch_size=batch_size,
+        skip_damaged=skip_damaged,
+        explain=report is not None,
+    )
     if not is_first_process:
         return
-    df = pd.concat(tables, ignore_index=True)
-    differences = compare_models(scores)
-    if csv:
-        _write_csv(df, csv)
-        if len(model) > 1:
-            _write_csv(differences, csv.with_stem(f"{csv.stem}_differences"))
-    if as_json:
-        found = dict(figures=df, differences=differences)
-        print_json({name: json.loads(t.to_json(orient="records")) for name, t in found.items()})
-    else:
-        _print_figures(df, differences, model, pretrained)
+    if evaluations:
+        figures, differences = _tables(evaluations)
+        _write_files(evaluations, benchmarks, figures, differences, csv, items)
+        if report:
+            from compvl.app.card import write_card
+
+            command = shlex.join(["compvl", *sys.argv[1:]])
+            write_card(report, evaluations, benchmarks, differences, failures, command)
+        if as_json:
+            _print_as_json(figures, differences, failures)
+        else:
+            titles = [evaluation.title for evaluation in evaluations]
+            _print_figures(figures, differences, titles, pretrained)
+    elif as_json:
+        print_json(dict(figures=[], differences=[], failures=failures))
+    for title, error in failures.items():
+        typer.echo(f"compvl: {title} failed: {error}", err=True)
+    if failures:
+        raise typer.Exit(1)

@@ -5,6 +5,7 @@
 # %% ../../../nbs/lib/app/commands/04_models.ipynb #70f15174
 from __future__ import annotations
 
+import textwrap
 from typing import Annotated, Optional
 
 import typer
@@ -16,6 +17,25 @@ from ...core import pick
 __all__ = ['MODELS_EXAMPLE', 'models_command']
 
 # %% ../../../nbs/lib/app/commands/04_models.ipynb #4eb44f97
+def _described(row: dict) -> str:
+    """All that is known of a model of the zoo, a wrapped paragraph for each field."""
+    labels = {"note": "not confirmed"}
+    paragraphs = []
+    for field, value in row.items():
+        if value:
+            label = f"{labels.get(field, field).replace('_', ' ')}:"
+            wrapped = textwrap.fill(
+                str(value),
+                100,
+                initial_indent=f"{label:22}",
+                subsequent_indent=" " * 22,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            paragraphs.append(wrapped)
+    return "\n".join(paragraphs)
+
+
 MODELS_EXAMPLE = "Example:  [bold]compvl models negclip --data-root data[/]"
 
 
@@ -29,8 +49,8 @@ def models_command(
     data_root: DataRoot = None,
     as_json: TableAsJson = False,
 ):
-    """List the released models that have a name here: architecture, weights, activation, and how \
-to get those that are absent."""
+    """List the released models that have a name here: architecture, weights, activation, how to \
+get those that are absent, and what is confirmed of each."""
     from compvl.models.releases import ZOO
     from compvl.models.zoo import zoo_table
 
@@ -43,7 +63,7 @@ to get those that are absent."""
     if not names:
         columns = ["name", "row", "architecture", "weights", "activation", "state"]
         print_table(df[columns], "the zoo")
+        typer.echo("compvl models NAME says what is confirmed of a model, and what is not.")
         return
     for row in df.to_dict("records"):
-        lines = [f"{name + ':':22}{value}" for name, value in row.items() if value]
-        typer.echo("\n".join(lines) + "\n")
+        typer.echo(_described(row) + "\n")

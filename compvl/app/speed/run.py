@@ -56,8 +56,9 @@ def run_bench(name: str, json_path: str | Path | None = None, **options) -> dict
         pick(option, parameters, f"option of {name}")
     result = {"name": name, **program(**options)}
     result["options"] = {key: parameter.default for key, parameter in parameters.items()} | options
-    if result["options"].get("root"):
-        result["options"]["root"] = Path(result["options"]["root"]).name
+    for place in ("root", "tsvlc"):
+        if result["options"].get(place):
+            result["options"][place] = Path(result["options"][place]).name
     result["environment"] = environment()
     if "required" in result:
         result["met"] = result["ratio"] >= result["required"]

@@ -4,23 +4,28 @@
 
 # %% auto #0
 __all__ = ['COCO_WORDS', 'PEAK_TFLOPS', 'coco_batches', 'pinned', 'clamp_scale', 'CompvlSteps', 'open_clip_optimizer',
-           'EpochOfBatches', 'OpenClipSteps', 'ThreeEncodingsSteps', 'copy_of', 'exact_convolutions', 'gradients_of',
-           'gradient_difference', 'check_gradients', 'TimedSteps', 'peak_tflops', 'take_turns', 'timed_row', 'place_of',
-           'compare_steps', 'runnable', 'random_start', 'train_step', 'hp_hn_step', 'MicroSteps', 'product_peak',
-           'micro_step']
+           'EpochOfBatches', 'OpenClipSteps', 'ThreeEncodingsSteps', 'working_in', 'tsvlc_code', 'tsvlc_clip',
+           'TsvlcSteps', 'copy_of', 'exact_convolutions', 'gradients_of', 'gradient_difference', 'check_gradients',
+           'TimedSteps', 'peak_tflops', 'take_turns', 'timed_row', 'place_of', 'compare_steps', 'runnable',
+           'random_start', 'train_step', 'hp_hn_step', 'MicroSteps', 'product_peak', 'micro_step']
 
 # %% ../../../nbs/lib/app/speed/04_training.ipynb #fd2c710d
 import math
+import os
 import random
-from contextlib import nullcontext
+import sys
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from importlib import import_module
 from itertools import chain, islice
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
+import open_clip
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -225,6 +230,95 @@ class ThreeEncodingsSteps:
             self.optimizer.step()
             clamp_scale(model)
 
+# %% ../../../nbs/lib/app/speed/04_training.ipynb #1a027d46
+@contextmanager
+def working_in(folder: Path):
+    """Within it, `folder` is the current directory."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@lru_cache
+def tsvlc_code(checkout: str) -> tuple:
+    """`training.train` and `open_clip.model` of a checkout of SivanDoveh/TSVLC.
+
+    Its package is called `src`, and looks for its vocabulary from that folder. Of what it imports,
+    `sentence_transformers` is used for data alone and need not be installed. Raises `CompvlError`
+    where there is no such checkout."""
+    folder = Path(checkout).expanduser().resolve()
+    if not (folder / "src/training/train.py").is_file():
+        raise CompvlError(
+            f"{checkout} has no src/training/train.py: give the folder of a checkout of "
+            "github.com/SivanDoveh/TSVLC"
+        )
+    absent = SimpleNamespace(SentenceTransformer=None, util=None)
+    known = {"sentence_transformers": sys.modules.get("sentence_transformers", absent)}
+    search = patch.object(sys, "path", [str(folder), *sys.path])
+    with working_in(folder / "src"), search, patch.dict(sys.modules, known):
+        return import_module("src.training.train"), import_module("src.open_clip.model")
+
+
+def tsvlc_clip(model: Model, code) -> torch.nn.Module:
+    """TSVLC's own CLIP with the weights of `model`; `code`: its module of models."""
+    about = open_clip.get_model_config(model.name)
+    clip = code.CLIP(**{key: about[key] for key in ("embed_dim", "vision_cfg", "text_cfg")})
+    clip.load_state_dict(model.clip.state_dict())
+    return clip.to(model.device)
+
+
+class TsvlcSteps:
+    """Training steps by TSVLC's `train_one_epoch`, an epoch for each turn."""
+
+    def __init__(self, model: Model, config: TrainConfig, checkout: str):
+        self.train, models = tsvlc_code(checkout)
+        self.given = model
+        self.model = SimpleNamespace(clip=tsvlc_clip(model, models))
+        self.optimizer = open_clip_optimizer(self.model.clip, config)
+        self.batch_size = config.batch_size
+        self.args = SimpleNamespace(
+            device=str(model.device),
+            precision="amp_bfloat16" if config.precision == "bf16" else config.precision,
+            train_data="CC3M",  # whose batches have negatives and positives
+            vl_negs=True,
+            vl_pos=True,
+            num_negs=1,
+            neg_w=config.w_hn,
+            no_neg_in_contrastive=True,
+            symmetric=False,  # the analogy loss has one direction
+            kl_pos=False,
+            common_batch_pos=False,
+            local_loss=False,
+            gather_with_grad=False,
+            batch_size=config.batch_size,
+            rank=0,
+            world_size=1,
+            warmup_ep=0,
+            warmup_ep_no_bn_update=0,
+            norm_gradient_clip=None,
+            horovod=False,
+            ZS_steps_eval=False,
+        )
+
+    def prepare(self, items: dict) -> tuple:
+        """Normalised images, tokens, and the tokens of hard negatives and hard positives."""
+        images = pinned(self.given.normalize(items["images"]).cpu(), self.given.device)
+        sides = ("caption", "hard_negative", "hard_positive")
+        texts = [pinned(self.given.tokenizer(items[side]), self.given.device) for side in sides]
+        return images, texts[0], dict(negatives=texts[1][:, None], positives=texts[2][:, None])
+
+    def set_epoch(self, epoch: int):
+        """Of its data, where it does nothing."""
+
+    def __call__(self, batches):
+        loader = EpochOfBatches(batches, self.batch_size)
+        data = dict(train=SimpleNamespace(dataloader=loader, set_epoch=self.set_epoch))
+        still = self.set_epoch  # a schedule that leaves the learning rate alone
+        self.train.train_one_epoch(self.model.clip, data, 0, self.optimizer, None, still, self.args)
+
 # %% ../../../nbs/lib/app/speed/04_training.ipynb #3d3211fc
 PEAK_TFLOPS = {  # dense bf16 of the SXM modules, by NVIDIA's data sheets
     "H200": 989,
@@ -424,11 +518,18 @@ def hp_hn_step(
     precision: str = "auto",  # as for `TrainConfig`
     device: str | None = None,  # None: CUDA where present
     seed: int = 0,
+    tsvlc: str | None = None,  # checkout of SivanDoveh/TSVLC, to run its own step
 ) -> dict:
-    """The HP+HN step, against one with three text encodings at the full context."""
+    """The HP+HN step, against one with three text encodings at the full context.
+
+    With `tsvlc`, against the step of TSVLC's own code; on a CPU both are in fp32."""
     options = dict(batch_size=batch_size, precision=precision)
     clip, config = random_start("hp+hn", model, device, seed, **options)
     ways = {"three encodings": ThreeEncodingsSteps, "compvl": CompvlSteps}
+    if tsvlc:
+        if clip.device.type == "cpu":  # where its autocast is none
+            config = replace(config, precision="fp32")
+        ways = {"TSVLC": partial(TsvlcSteps, checkout=tsvlc), "compvl": CompvlSteps}
     return {**compare_steps(ways, clip, config, steps, seed), "required": 2.0}
 
 # %% ../../../nbs/lib/app/speed/04_training.ipynb #e89cdd14

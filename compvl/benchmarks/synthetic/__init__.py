@@ -30,6 +30,7 @@ _ORIGINALS = (
     "vismin",
     "naturalbench",
     "eqben",
+    "spec",
     "classification",
     "torchvision_tasks",
     "similarity",
@@ -51,6 +52,7 @@ _COUNTERPARTS = (
     "negbench",
     "crepe",
     "edited_squares",
+    "spec",
     "classification",
     "similarity",
 )

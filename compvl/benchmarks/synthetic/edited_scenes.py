@@ -29,6 +29,7 @@ from compvl.microworld.captions import (
     places_of,
     plain_phrase,
 )
+from ...microworld.changed_scenes import stored_value, with_exchange, with_object
 from ...microworld.oracle import truth
 from ...microworld.scenes import Scene, split_of
 from ...microworld.vocabulary import RELATIONS, lexicon
@@ -76,20 +77,6 @@ def edit_holds(edit: SceneEdit) -> bool:
     return is_square((edit.scene, edit.other), (edit.caption, edit.other_caption))
 
 # %% ../../../nbs/lib/benchmarks/synthetic/21_edited_scenes.ipynb #de72e44d
-def _with(scene: Scene, i: int, **fields) -> Scene:
-    """The scene with other fields of object `i`."""
-    objects = list(scene.objects)
-    objects[i] = objects[i]._replace(**fields)
-    return replace(scene, objects=tuple(objects))
-
-
-def _exchanged(scene: Scene, i: int, j: int, fields: tuple[str, ...]) -> Scene:
-    """The scene after objects `i` and `j` exchanged these fields."""
-    first = {field: getattr(scene.objects[j], field) for field in fields}
-    second = {field: getattr(scene.objects[i], field) for field in fields}
-    return _with(_with(scene, i, **first), j, **second)
-
-
 def _is_fixed(scene: Scene) -> bool:
     return scene.relation == RELATIONS["watching"]
 
@@ -113,11 +100,6 @@ def _another(family: str, value: int, rng: random.Random) -> int:
     """Another value of a family."""
     return lexicon().other_value(family, {value}, rng)
 
-
-def _stored(family: str, value: int) -> int:
-    """How an object stores a value: 0 is none, but of nouns and colours."""
-    return value + (family not in ("object", "color"))
-
 # %% ../../../nbs/lib/benchmarks/synthetic/21_edited_scenes.ipynb #330d2abe
 def exchange_attribute(families: tuple[str, ...]) -> MakeEdits:
     """Two objects exchange an attribute of one of these families: *a red ball and a blue cup*."""
@@ -131,7 +113,7 @@ def exchange_attribute(families: tuple[str, ...]) -> MakeEdits:
         related = [-1, *clear_relations(scene, *pair)]
         phrases = tuple(plain_phrase(scene, k, [family], "a") for k in pair)
         told = _told(phrases, rng.choice(related))
-        other = _exchanged(scene, *pair, (family,))
+        other = with_exchange(scene, *pair, (family,))
         yield SceneEdit("swap-att", scene, other, told.text, exchange_adjectives(told).text)
 
     return edits
@@ -147,7 +129,7 @@ def exchange_objects(scene: Scene, rng: random.Random) -> Iterator[SceneEdit]:
     if not related:
         return
     told = _told(tuple(plain_phrase(scene, k, (), "a") for k in pair), rng.choice(related))
-    other = _exchanged(scene, *pair, _CONTENT)
+    other = with_exchange(scene, *pair, _CONTENT)
     yield SceneEdit("swap-obj", scene, other, told.text, exchange_phrases(told).text)
 
 # %% ../../../nbs/lib/benchmarks/synthetic/21_edited_scenes.ipynb #546da06c
@@ -160,7 +142,9 @@ def replace_value(family: str, kind: str) -> MakeEdits:
         value = scene.objects[i].value(family)
         if value < 0 or _is_fixed(scene):
             return
-        other = _with(scene, i, **{family: _stored(family, _another(family, value, rng))})
+        other = with_object(
+            scene, i, **{family: stored_value(family, _another(family, value, rng))}
+        )
         captions = [_told((plain_phrase(s, i, mentioned, "a"),)).text for s in (scene, other)]
         yield SceneEdit(kind, scene, other, *captions)
 
@@ -192,7 +176,7 @@ def replace_direction(scene: Scene, rng: random.Random) -> Iterator[SceneEdit]:
     name = rng.choice(names)
     phrases = tuple(plain_phrase(scene, k, (), "a") for k in pair)
     captions = [_told(phrases, RELATIONS[told]).text for told in (name, _OPPOSITES[name])]
-    yield SceneEdit("direction", scene, _exchanged(scene, *pair, ("x", "y")), *captions)
+    yield SceneEdit("direction", scene, with_exchange(scene, *pair, ("x", "y")), *captions)
 
 # %% ../../../nbs/lib/benchmarks/synthetic/21_edited_scenes.ipynb #74d9c24c
 def replace_place(scene: Scene, rng: random.Random) -> Iterator[SceneEdit]:
@@ -200,7 +184,10 @@ def replace_place(scene: Scene, rng: random.Random) -> Iterator[SceneEdit]:
     if len(scene.objects) > 1:
         return
     moved = scene.objects[0]
-    sides = [_with(scene, 0, x=round(1 - moved.x, 3)), _with(scene, 0, y=round(1 - moved.y, 3))]
+    sides = [
+        with_object(scene, 0, x=round(1 - moved.x, 3)),
+        with_object(scene, 0, y=round(1 - moved.y, 3)),
+    ]
     other = rng.choice(sides)
     places = [set(places_of(s, 0)) for s in (scene, other)]
     own = [sorted(places[0] - places[1]), sorted(places[1] - places[0])]
@@ -243,7 +230,7 @@ def add_attribute(scene: Scene, rng: random.Random) -> Iterator[SceneEdit]:
         return
     family = rng.choice(families)
     captions = [_told((plain_phrase(scene, i, names, "a"),)).text for names in ((), (family,))]
-    yield SceneEdit("add-att", _with(scene, i, **{family: 0}), scene, *captions)
+    yield SceneEdit("add-att", with_object(scene, i, **{family: 0}), scene, *captions)
 
 # %% ../../../nbs/lib/benchmarks/synthetic/21_edited_scenes.ipynb #62d89b08
 def _kept(request: Request, edits: list[SceneEdit]) -> Iterator[SceneEdit]:

@@ -1,0 +1,292 @@
+"""Generative models as scorers: tiny ones in released formats, and the microworld's captioner."""
+
+import sys
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from compvl.app import cli
+from compvl.benchmarks import load_benchmark
+from compvl.core import CompvlError
+from compvl.evaluate import evaluate
+from compvl.models.captioner import load_captioner
+from compvl.models.scorers import open_scorer
+from compvl.models.vqa import VQAScorer, load_generative
+from compvl.paper.profiles import get_profile
+from compvl.paper.runs import row_model
+from compvl.paper.table_rows import GENERATIVE
+from compvl.train.captioner import CaptionerConfig, train_captioner
+
+transformers = pytest.importorskip("transformers")
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+WORDS = (
+    "Does this show ? Please answer yes or no . Yes USER : ASSISTANT a the red blue star fish box"
+)
+TEMPLATE = (
+    "{% for turn in messages %}USER: {% for part in turn['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }} {% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+SIZE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+IMAGES = [Image.new("RGB", (40, 30), "red"), Image.new("L", (30, 30), 200)] * 2
+CAPTIONS = ["a red star", "a fish", "a blue box . a red star . the fish", "a red star"]
+
+
+def word_tokenizer():
+    special = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+    vocabulary = {word: i for i, word in enumerate([*special, "\n", *WORDS.split()])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+
+
+def randomized(model):
+    """The model with weights so large that scores differ, in eval mode."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """The folder of a tiny LLaVA, which has a chat template."""
+    tokenizer = word_tokenizer()
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**SIZE, image_size=32, patch_size=16),
+        text_config=transformers.LlamaConfig(**SIZE, vocab_size=len(tokenizer), pad_token_id=3),
+        image_token_index=tokenizer.image_token_id,
+        vision_feature_layer=-1,
+    )
+    folder = tmp_path_factory.mktemp("llava")
+    randomized(transformers.LlavaForConditionalGeneration(config)).save_pretrained(folder)
+    images = transformers.CLIPImageProcessor(
+        size=dict(shortest_edge=32), crop_size=dict(height=32, width=32)
+    )
+    transformers.LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=16,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def paligemma(tmp_path_factory):
+    """The folder of a tiny PaliGemma: no chat template, and a prompt that it reads both ways."""
+    images = transformers.SiglipImageProcessor(size=dict(height=32, width=32))
+    images.image_seq_length = 4
+    processor = transformers.PaliGemmaProcessor(images, word_tokenizer())
+    text = dict(SIZE, num_key_value_heads=1, head_dim=16, vocab_size=len(processor.tokenizer))
+    config = transformers.PaliGemmaConfig(
+        vision_config=dict(SIZE, model_type="siglip_vision_model", image_size=32, patch_size=16),
+        text_config=dict(text, model_type="gemma"),
+        image_token_index=processor.image_token_id,
+        vocab_size=len(processor.tokenizer),
+        projection_dim=32,
+    )
+    folder = tmp_path_factory.mktemp("paligemma")
+    randomized(transformers.PaliGemmaForConditionalGeneration(config)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["vqa", "caption", "gain"])
+@pytest.mark.parametrize("family", ["llava", "paligemma"])
+def test_a_batch_is_as_one_pair_at_a_time(family, kind, request):
+    folder = str(request.getfixturevalue(family))
+    together = load_generative(folder, kind, "cpu", batch_size=4)
+    single = load_generative(folder, kind, "cpu", batch_size=1)
+    expected = single.score(IMAGES, CAPTIONS)
+    assert len(set(expected.tolist())) == 4  # the first and last pair differ in their image
+    for side in ("left", "right"):
+        together.processor.tokenizer.padding_side = side
+        assert torch.allclose(together.score(IMAGES, CAPTIONS), expected, atol=1e-5, rtol=0)
+
+
+def test_likelihood_is_the_loss_of_paligemma(paligemma):
+    """By the model's own loss on the answer, which it computes from its processor's labels."""
+    scorer = load_generative(str(paligemma), "caption", "cpu")
+    for image, caption, score in zip(IMAGES, CAPTIONS, scorer.score(IMAGES, CAPTIONS), strict=True):
+        inputs = scorer.processor(
+            text="<image>", images=image.convert("RGB"), suffix=caption, return_tensors="pt"
+        )
+        with torch.no_grad():
+            loss = scorer.model(**inputs).loss
+        assert torch.isclose(score, -loss, atol=1e-5)
+
+
+def test_vqa_is_the_first_generated_token(llava):
+    """The probability of Yes is that with which the model would begin its answer."""
+    scorer = load_generative(str(llava), device="cpu")
+    for image, caption, score in zip(IMAGES, CAPTIONS, scorer.score(IMAGES, CAPTIONS), strict=True):
+        question = f'Does this figure show "{caption}"? Please answer yes or no.'
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        inputs = scorer.processor.apply_chat_template(
+            [{"role": "user", "content": [*content]}], add_generation_prompt=True, tokenize=False
+        )
+        inputs = scorer.processor(text=inputs, images=image.convert("RGB"), return_tensors="pt")
+        made = scorer.model.generate(
+            **inputs,
+            max_new_tokens=1,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        yes = scorer.processor.tokenizer.convert_tokens_to_ids("Yes")
+        assert torch.isclose(score, made.scores[0][0].softmax(-1)[yes], atol=1e-6)
+
+
+def test_an_answer_of_several_tokens_is_their_geometric_mean(llava):
+    found = load_generative(str(llava), device="cpu")
+    processor = found.processor
+    scores = {}
+    for answer in ("Yes", "Yes fish"):
+        scorer = VQAScorer(found.model, processor, "tiny", answer=answer)
+        scores[answer] = scorer.score(IMAGES[:1], CAPTIONS[:1])[0]
+    content = [{"type": "image"}, {"type": "text", "text": found.question.format(CAPTIONS[0])}]
+    prompt = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    inputs = processor(text=f"{prompt} Yes", images=IMAGES[0], return_tensors="pt")
+    with torch.no_grad():
+        after_yes = found.model(**inputs).logits[0, -1].softmax(-1)
+    fish = after_yes[processor.tokenizer.convert_tokens_to_ids("fish")]
+    assert torch.isclose(scores["Yes fish"], (scores["Yes"] * fish).sqrt(), atol=1e-6)
+
+
+def test_scores_are_kept_and_resumed(llava, tmp_path, monkeypatch):
+    swap = load_benchmark("swap", n=6)
+    whole, scores = evaluate(
+        open_scorer("vqa", llava, device="cpu"), [swap], progress=False, return_scores=True
+    )
+
+    interrupted = open_scorer(f"vqa:{llava}", device="cpu")
+    score = interrupted.score
+    calls = []
+
+    def stop(images, captions):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(len(captions))
+        return score(images, captions)
+
+    monkeypatch.setattr(interrupted, "score", stop)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(interrupted, [swap], cache=tmp_path, batch_size=4, progress=False)
+    assert calls == [4]
+
+    monkeypatch.setattr(
+        interrupted, "score", lambda *pair: calls.append(len(pair[1])) or score(*pair)
+    )
+    again, resumed = evaluate(
+        interrupted, [swap], cache=tmp_path, batch_size=4, progress=False, return_scores=True
+    )
+    pairs = 3 * len(swap)
+    assert pairs - 4 <= sum(calls) <= pairs  # the first four were found
+    for name in ("s_c", "s_n", "s_p"):
+        expected = pytest.approx(scores["swap"][name].tolist(), abs=1e-5)
+        assert resumed["swap"][name].tolist() == expected
+    assert again.value.tolist() == pytest.approx(whole.value.tolist(), abs=1e-4)
+
+
+def test_command(llava, tmp_path, monkeypatch, capsys):
+    arguments = ["evaluate", "--benchmark", "swap", "--n", "4", "--csv", tmp_path / "t.csv"]
+    models = ["--model", f"caption:{llava}", "--model", "micro-captioner"]
+    monkeypatch.setattr(sys, "argv", ["compvl", *map(str, arguments), *models])
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert not end.code
+    table = pd.read_csv(tmp_path / "t.csv")
+    assert set(table.model) == {f"caption:{llava}", "micro-captioner"}
+    assert "orig_acc" in set(table.metric)
+
+
+def test_what_cannot_be_scored_is_named(llava, tmp_path, monkeypatch):
+    scorer = load_generative(str(llava), device="cpu")
+    processor = scorer.processor
+    monkeypatch.setattr(scorer.model.config, "is_encoder_decoder", True)
+    with pytest.raises(CompvlError, match="encoder-decoder"):
+        VQAScorer(scorer.model, processor, "t5")
+    monkeypatch.setattr(scorer.model.config, "is_encoder_decoder", False)
+    monkeypatch.setattr(processor, "chat_template", None)
+    monkeypatch.setattr(processor, "image_token", None)
+    with pytest.raises(CompvlError, match="neither a chat template nor an image token"):
+        VQAScorer(scorer.model, processor, "none")
+    for name in ("vqa", "gain:"):
+        with pytest.raises(CompvlError, match="name the model"):
+            open_scorer(name)
+    with pytest.raises(CompvlError, match="could not be opened"):
+        open_scorer(f"vqa:{tmp_path}")
+    old = SimpleNamespace(__version__="4.44.2")
+    monkeypatch.setitem(sys.modules, "transformers", old)
+    with pytest.raises(CompvlError, match=r"update it to 4\.46"):
+        load_generative(str(llava))
+
+
+CONFIG = CaptionerConfig(
+    n_train=24,  # three steps an epoch
+    batch_size=8,
+    steps=6,
+    warmup=2,
+    width=16,
+    layers=1,
+    validate_every=4,
+    n_validation=8,
+)
+
+
+def metrics(run):
+    """The log of a run without its speed."""
+    return pd.read_csv(run / "metrics.csv").drop(columns="samples_per_s")
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_interrupted_training_is_uninterrupted(tmp_path, step):
+    def stop(row):
+        if row["step"] == step:
+            raise KeyboardInterrupt
+
+    whole = train_captioner(CONFIG, tmp_path / "whole", progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        train_captioner(CONFIG, tmp_path / "parts", progress=False, checkpoint_every=2, on_log=stop)
+    parts = train_captioner(CONFIG, tmp_path / "parts", progress=False)
+    assert parts.name == whole.name
+    pd.testing.assert_frame_equal(metrics(parts), metrics(whole))
+    assert metrics(whole).held_out.notna().tolist() == [False, False, False, True, False, True]
+    trained = load_captioner(whole / "weights.safetensors").state_dict()
+    resumed = load_captioner(parts / "weights.safetensors").state_dict()
+    assert all(torch.equal(trained[name], resumed[name]) for name in trained)
+
+
+def test_rows_of_one_captioner(tmp_path):
+    """A further seed trains one network for both rows; the shipped one has both scores."""
+    smoke = get_profile("smoke")
+    likelihood, gain = (row_model(row, smoke, 1, tmp_path) for row in GENERATIVE)
+    assert len(list(tmp_path.glob("captioner-*"))) == 1
+    assert (likelihood.prior, gain.prior) == (False, True)
+    assert all(row.scores_pairs for row in GENERATIVE)
+
+    likelihood, gain = (row_model(row, smoke) for row in GENERATIVE)
+    picture = load_benchmark("swap", n=1).items[0].image.render(48)
+    captions = ["a red ball", "a gourd left of a red ball"]
+    left_out = likelihood.score([picture] * 2, captions) - gain.score([picture] * 2, captions)
+    blank = likelihood.net.nothing(2)
+    prior = likelihood.net.log_probabilities(blank, likelihood.tokenizer(captions)).sum(1)
+    assert torch.allclose(left_out, prior, atol=1e-4)

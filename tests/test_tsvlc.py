@@ -1,0 +1,32 @@
+"""The HP+HN step of compvl and of TSVLC's own code, where `COMPVL_TSVLC` names a checkout of it."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from compvl.app.speed.training import (
+    CompvlSteps,
+    TsvlcSteps,
+    coco_batches,
+    gradient_difference,
+    gradients_of,
+    random_start,
+)
+
+CHECKOUT = os.environ.get("COMPVL_TSVLC")
+pytestmark = pytest.mark.skipif(
+    not CHECKOUT, reason="no checkout of SivanDoveh/TSVLC (COMPVL_TSVLC names its folder)"
+)
+
+
+@pytest.mark.parametrize("w_hn", [1.0, 0.25])
+def test_gradients_are_those_of_tsvlc(w_hn):
+    model, config = random_start("hp+hn", "micro-clip", "cpu", 0, batch_size=8, w_hn=w_hn)
+    (batch,) = coco_batches(1, 8, model.image_size)
+    theirs, _ = gradients_of(partial(TsvlcSteps, checkout=CHECKOUT), model, config, batch)
+    ours, _ = gradients_of(CompvlSteps, model, config, batch)
+    assert max(float(gradient.abs().max()) for gradient in theirs.values()) > 1e-4
+    assert gradient_difference(theirs, ours) < 1e-5
+    assert torch.isfinite(torch.stack([g.abs().max() for g in ours.values()])).all()
