@@ -27,7 +27,7 @@ def models_table(evaluations: Sequence[Evaluated]) -> str:
     columns = {}
     for evaluation in evaluations:
         about = dict(evaluation.about)
-        about["weights"] = evaluation.checkpoint.weights or about.get("weights", "random")
+        about["weights"] = evaluation.checkpoint.weights or about.get("weights", "its own")
         about["parameters"] = f"{about['parameters']:,}" if "parameters" in about else None
         columns["", evaluation.title] = {key.replace("_", " "): text for key, text in about.items()}
     frame = pd.DataFrame(columns, dtype=object)

@@ -200,12 +200,11 @@ def kind_shares(
     _check_inputs(model, images, captions, [method])
     if not captions:
         return pd.DataFrame(columns=[*SHARE_KINDS, *(f"tokens_{kind}" for kind in SHARE_KINDS)])
-    scale = float(model.logit_scale.detach())
     features = embedder.images(_stored(images)).to(model.device)
     tokens = model.tokenizer(captions).to(model.device)
     parts = []
     for rows in torch.arange(len(captions)).split(batch_size):
-        part = text_attribution(model, features[rows], tokens[rows], method, scale=scale)
+        part = text_attribution(model, features[rows], tokens[rows], method)
         parts.append(part.cpu())
     attribution = torch.cat(parts)
     masks = _word_masks(captions, model.tokenizer)
