@@ -18,7 +18,7 @@ from ..core import CompvlError, notebook_number, pick
 from .claims import figure_text
 from .evidence import CLAIM_VERDICTS, TEST_COLUMNS, Store
 from .profiles import PROFILES
-from .statements import KINDS, Statement, join
+from .statements import STATEMENT_KINDS, Statement, join
 from .statements_cae import CAE
 from .statements_hp import HP
 from .statements_tcl import TCL
@@ -26,7 +26,7 @@ from ..stats import LARGER, NO_EFFECT, OPPOSITE, REPRODUCED, SMALLER, TOO_WIDE, 
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #818bc7f1
 STATEMENTS = {statement.id: statement for statement in (*HP, *CAE, *TCL)}
-BY_CONSTRUCTION = KINDS[2]
+BY_CONSTRUCTION = STATEMENT_KINDS[2]
 _NUMBERS = "a b difference lo hi p n published seeds".split()
 
 
@@ -270,7 +270,7 @@ PAPER_TITLES = {
 
 def counts(ledger: pd.DataFrame, kind: str = "effect") -> pd.DataFrame:
     """Number of statements of a kind by paper and verdict, and of all."""
-    rows = ledger[ledger.kind == pick(kind, KINDS, "kind")]
+    rows = ledger[ledger.kind == pick(kind, STATEMENT_KINDS, "kind")]
     papers = [paper for paper in PAPER_TITLES if paper in set(rows.paper)]
     table = pd.crosstab(rows.paper, rows.verdict)
     table = table.reindex(index=papers, columns=list(CLAIM_VERDICTS), fill_value=0)

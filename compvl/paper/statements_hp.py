@@ -245,6 +245,7 @@ _SCORES = [
 ]
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #a2925219
+_UNSEEN = (("swap-only", "replace"), ("replace-only", "swap"))  # row, kind that it did not see
 _SECTION_5 = [
     Statement(
         "HP16",
@@ -352,8 +353,7 @@ _SECTION_5 = [
         "invariance does not transfer",
         tuple(
             _change(key, "hp+hn", columns[on])
-            for columns in (_AUGMENTED, _BRITTLENESS)
-            for key, on in (("swap-only", "replace"), ("replace-only", "swap"))
+            for columns, (key, on) in product((_AUGMENTED, _BRITTLENESS), _UNSEEN)
         ),
     ),
 ]
