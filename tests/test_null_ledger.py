@@ -44,6 +44,7 @@ class RandomScorer:
     """Scores that depend on nothing."""
 
     compares_texts = False
+    sees_images = True
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng(seed)
