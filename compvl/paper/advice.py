@@ -136,21 +136,19 @@ def choose_weight(
     figure: tuple[str, str, str],  # benchmark, group and metric; higher values are better
     start: str,  # key of the row that weights are compared with
 ) -> tuple[float, pd.DataFrame]:
-    """The chosen weight, and a table with one row per weight.
+    """The weight with the highest value, and a table with one row per weight.
 
     Columns: `weight`, `value`, the difference from the row `start` (`over start`, `lo`, `hi`) and
-    from the best weight (`below best`, with its standard error `se`), both paired. Source: Hastie,
-    Tibshirani and Friedman, The Elements of Statistical Learning, Section 7.10.
+    from the best weight (`below best`, with its standard error `se`), both paired.
     """
     over = {w: res.difference((start, *figure), (key, *figure)) for w, key in keys.items()}
     best = max(over, key=lambda w: over[w]["b"])
     below = {w: res.difference((key, *figure), (keys[best], *figure)) for w, key in keys.items()}
     se = {w: (found["hi"] - found["lo"]) / (2 * 1.96) for w, found in below.items()}
-    chosen = max(w for w, found in below.items() if found["diff"] <= se[w])
     lines = []
     for w, found in over.items():
         line = {"weight": w, "value": found["b"], "over start": found["diff"]}
         line |= {"lo": found["lo"], "hi": found["hi"]}
         line |= {"below best": below[w]["diff"], "se": se[w]}
-        lines.append(line | {"chosen": "✓" if w == chosen else ""})
-    return chosen, pd.DataFrame(lines)
+        lines.append(line | {"chosen": "✓" if w == best else ""})
+    return best, pd.DataFrame(lines)

@@ -72,7 +72,7 @@ class PublishedFigures:
         return float(np.mean(parts))
 
 # %% ../../nbs/lib/paper/11a_claims.ipynb #c1c2b531
-FINDING_COLUMNS = ["id", "claim", "a", "b", "difference", "lo", "hi", "published", "verdict"]
+FINDING_COLUMNS = "id claim a b difference lo hi p n sign published verdict".split()
 
 
 def _finding(res: Results, claim: Claim, published: float) -> tuple:
@@ -82,15 +82,16 @@ def _finding(res: Results, claim: Claim, published: float) -> tuple:
         sign = int(np.sign(published))
     if not sign:
         raise CompvlError(f"The claim {claim.text!r} has no published difference: give its sign.")
+    names = ("a", "b", "diff", "lo", "hi", "p", "n")
     try:
         found = res.difference(claim.a, claim.b)
     except KeyError:
-        found = dict.fromkeys(("a", "b", "diff", "lo", "hi"), np.nan)
+        found = dict.fromkeys(names, np.nan)
     outcome = "no data"
     if not np.isnan(found["diff"]):
-        outcome = verdict(found["lo"], found["hi"], sign)
-    numbers = [found[name] for name in ("a", "b", "diff", "lo", "hi")]
-    return (claim.id, claim.text, *numbers, published, outcome)
+        outcome = verdict(found["lo"], found["hi"], sign, abs(published))
+    numbers = [found[name] for name in names]
+    return (claim.id, claim.text, *numbers, sign, published, outcome)
 
 
 def evaluate_claims(

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ..core import CompvlError
-from ..stats import seed_bootstrap, verdict
+from ..stats import equality_verdict, seed_bootstrap, verdict
 
 # %% ../../nbs/lib/paper/20d_estimates.ipynb #448835c0
 @dataclass(frozen=True)
@@ -98,10 +98,7 @@ def finding(
     difference = b - a
     lo = difference.lo
     hi = difference.hi
-    if sign:
-        outcome = verdict(lo, hi, sign)
-    else:
-        outcome = "reproduced" if max(abs(lo), abs(hi)) <= within else "not reproduced"
+    outcome = verdict(lo, hi, sign) if sign else equality_verdict(lo, hi, within)
     return dict(
         id=id,
         claim=claim,

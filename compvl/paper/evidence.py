@@ -13,10 +13,11 @@ import pandas as pd
 
 from ..core import data_dir, notebook_number, pick, read_csv, read_json
 from .profiles import PROFILES
+from ..stats import EFFECT_VERDICTS
 
 # %% ../../nbs/lib/paper/17_evidence.ipynb #3b93d6fa
-CLAIM_VERDICTS = ("reproduced", "not reproduced", "undecided", "no data")
-TEST_COLUMNS = ["test", "a", "b", "difference", "lo", "hi", "published", "verdict"]
+CLAIM_VERDICTS = (*EFFECT_VERDICTS, "no data")
+TEST_COLUMNS = "test a b difference lo hi p n published verdict".split()
 
 
 def _profile_of(record: dict) -> str:

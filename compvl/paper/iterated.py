@@ -21,7 +21,7 @@ from ..microworld.scenes import Scene
 from ..microworld.vocabulary import microworld_words
 from .looks import Look, short
 from .panels import look_of_label
-from ..plotting import BLUE, GREEN, ORANGE, VERMILLION, light_grid, style, subplots
+from ..plotting import BLUE, GREEN, ORANGE, PURPLE, VERMILLION, light_grid, style, subplots
 from ..stats import bootstrap, resampled_difference, seed_bootstrap
 from ..text.hard_negatives import iterated
 from ..text.lexicon import Words
@@ -34,6 +34,7 @@ CHAINS = {  # which operators a chain draws from
     "REPLACE": ("replace",),
     "ADD": ("add",),
     "any of the three": ("swap", "replace", "add"),
+    "SWAP and REPLACE": ("swap", "replace"),
 }
 
 
@@ -148,6 +149,13 @@ def _means(hardened: pd.DataFrame, n_boot: int) -> dict[str, float]:
     return found
 
 # %% ../../nbs/lib/paper/21a_iterated.ipynb #a373af29
+def _words_added(operated: pd.DataFrame) -> float:
+    """Mean number of words of negatives beyond those of their captions; NaN without negatives."""
+    made = operated.dropna(subset="negative")
+    n_words = {column: made[column].str.split().str.len() for column in ("negative", "caption")}
+    return (n_words["negative"] - n_words["caption"]).mean()
+
+
 def by_times(
     operated: pd.DataFrame,  # from `operate`
     hardened: pd.DataFrame | None = None,  # from `harden`
@@ -156,7 +164,8 @@ def by_times(
     """A row for each chain and k.
 
     Columns: `captions`; `made` (percent of them that allow k applications), `false` (percent false
-    among the readable; NaN without scenes) and `changed` (words, mean). With `hardened` also `n`
+    among the readable; NaN without scenes), `changed` (words, mean) and `longer` (words of the
+    negative beyond those of the caption, mean). With `hardened` also `n`
     and, for each of `MEASURES`, its mean with 95 % bootstrap interval (`hard`, `hard_lo`, `hard_hi`
     in percent, …), NaN where there is no negative.
     """
@@ -171,6 +180,7 @@ def by_times(
             made=100 * part.negative.notna().mean(),
             false=100 * n_false / n_readable if n_readable else np.nan,
             changed=part.changed.mean(),
+            longer=_words_added(part),
         )
         if hardened is not None:
             of_part = hardened[(hardened.operators == name) & (hardened.k == k)]
@@ -211,6 +221,7 @@ _CHAIN_LOOKS = {
     "REPLACE": Look(ORANGE, "s"),
     "ADD": Look(GREEN, "^"),
     "any of the three": Look(VERMILLION, "D"),
+    "SWAP and REPLACE": Look(PURPLE, "v"),
 }
 
 

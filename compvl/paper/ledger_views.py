@@ -13,16 +13,30 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from .evidence import CLAIM_VERDICTS
-from .ledger import PAPER_TITLES, difference_text
-from ..plotting import GREEN, VERMILLION, style
+from .ledger import BY_CONSTRUCTION, PAPER_TITLES, difference_text
+from ..plotting import GREEN, ORANGE, SKY, VERMILLION, style
+from compvl.stats import (
+    LARGER,
+    NO_EFFECT,
+    OPPOSITE,
+    REPRODUCED,
+    SMALLER,
+    TOO_WIDE,
+    detectable,
+)
 
 # %% ../../nbs/lib/paper/19b_ledger_views.ipynb #2adec146
 VERDICT_LOOK = {  # color and mark
-    "reproduced": (GREEN, "✓"),
-    "not reproduced": (VERMILLION, "✗"),
-    "undecided": ("#777777", "?"),
+    REPRODUCED: (GREEN, "✓"),
+    SMALLER: (SKY, "<"),
+    LARGER: (SKY, ">"),
+    TOO_WIDE: ("#777777", "?"),
+    NO_EFFECT: (ORANGE, "0"),
+    OPPOSITE: (VERMILLION, "✗"),
+    BY_CONSTRUCTION: ("#999999", "="),
     "no data": ("#bbbbbb", "–"),
 }
 
@@ -36,7 +50,7 @@ def _verdict_cell(verdict: str) -> str:
 
 def _measured_cell(row) -> str:
     """The difference of a statement above its interval, as HTML."""
-    if row.verdict == "no data":
+    if np.isnan(row.difference):
         return "–"
     difference, lo, hi = (difference_text(v, row.unit) for v in (row.difference, row.lo, row.hi))
     look = "font-size:80%;color:#555;white-space:nowrap"
@@ -60,6 +74,8 @@ def _shown(row) -> dict:
         "published": "–" if np.isnan(row.published) else difference_text(row.published),
         "tests": f"{row.tests}, {row.rule}" if row.rule else f"{row.tests}",
         "seeds": "–" if np.isnan(row.seeds) else f"{row.seeds:.0f}",
+        "notebook": row.notebook,
+        "kind": row.kind,
         "verdict": _verdict_cell(row.verdict),
         "what was found": _markup(row.sentence),
     }
@@ -68,7 +84,8 @@ def _shown(row) -> dict:
 _TABLE_NOTE = """Differences, in points of percent, in hundredths (of cosines, attributions,
 correlations, shares) or in nats (of losses), with 95 % intervals. Where a statement has several
 tests, their mean and the ends of their intervals together are shown; tests: their number, and the
-rule that combines them.""".replace("\n", " ")
+rule that combines them. Kind: an effect could have come out the other way; a premise is what the
+setting must fulfil; what holds by construction is no evidence.""".replace("\n", " ")
 
 
 def ledger_table(ledger: pd.DataFrame):
@@ -81,7 +98,9 @@ def ledger_table(ledger: pd.DataFrame):
     markup = ["the paper says", "measured", "verdict", "what was found"]
     table = table.fmt(lambda cell: cell, columns=markup)
     table = table.cols_align("right", ["measured", "published", "tests", "seeds"])
-    table = table.cols_align("left", ["where", "the paper says", "verdict", "what was found"])
+    table = table.cols_align(
+        "left", ["where", "the paper says", "kind", "verdict", "what was found"]
+    )
     table = table.tab_options(
         table_font_size="13px",
         data_row_padding="3px",
@@ -95,9 +114,15 @@ _FEW = 5  # statements with fewer tests have larger marks
 _NO_DATA_TEXT = "#888888"
 
 
-def _draw_test(axes, test, y: float, few: bool) -> None:
-    """One test: its interval, its difference and the published difference."""
+def _draw_test(axes, test, y: float, height: float, few: bool) -> None:
+    """One test: what it could have detected, its interval, and the published difference."""
     color, _ = VERDICT_LOOK[test.verdict]
+    found = detectable(test.lo, test.hi)
+    axes.barh(y, 2 * found, 0.8 * height, -found, color="#dddddd", lw=0, zorder=1)
+    if not np.isnan(test.published):
+        half = test.published / 2
+        options = dict(fill=False, ec="#888888", lw=0.6, zorder=1.5)
+        axes.barh(y, 3 * half, 0.8 * height, half, **options)  # from half to twice
     axes.plot([test.lo, test.hi], [y, y], color=color, lw=1.4 if few else 1, zorder=2)
     axes.plot(test.difference, y, "o", color=color, ms=5 if few else 3.2, zorder=3)
     if not np.isnan(test.published):
@@ -115,7 +140,8 @@ def _draw_statements(axes, ledger: pd.DataFrame, tests: dict, heights: list[floa
         if i % 2 == 0:
             axes.axhspan(y, y + height, color="#f5f5f5", lw=0, zorder=0)
         for j, test in enumerate(found):
-            _draw_test(axes, test, y + height * (j + 0.5) / len(found), len(found) < _FEW)
+            share = height / len(found)
+            _draw_test(axes, test, y + share * (j + 0.5), share, len(found) < _FEW)
         if not found:
             middle = y + height / 2
             axes.text(0, middle, "  no data", va="center", fontsize=8, color=_NO_DATA_TEXT)
@@ -133,7 +159,7 @@ def _farthest(tests: dict, limit: float) -> float:
     farthest = limit
     for found in tests.values():
         for test in found:
-            ends = [abs(test.lo), abs(test.hi), abs(test.published)]
+            ends = [abs(test.lo), abs(test.hi), 2 * abs(test.published)]
             farthest = np.nanmax([farthest, *ends])
     return farthest
 
@@ -153,14 +179,16 @@ def _scale_axis(axes, farthest: float, limit: float) -> None:
 
 
 def _legend(figure) -> None:
-    """What colors and diamonds mean."""
+    """What colors, diamonds and bars mean."""
     handles = []
-    for verdict in CLAIM_VERDICTS[:3]:
+    for verdict in CLAIM_VERDICTS[:-1]:
         color, _ = VERDICT_LOOK[verdict]
         handles.append(Line2D([], [], color=color, marker="o", ms=5, label=verdict))
     diamond = dict(ls="", marker="D", mfc="none", mec="#222222", ms=4.5)
     handles.append(Line2D([], [], **diamond, label="published"))
-    figure.legend(handles=handles, loc="outside upper right", ncols=4)
+    handles.append(Patch(fill=False, ec="#888888", label="half to twice the published"))
+    handles.append(Patch(color="#dddddd", label="not detectable with a power of 80 %"))
+    figure.legend(handles=handles, loc="outside upper right", ncols=5, fontsize=8)
 
 # %% ../../nbs/lib/paper/19b_ledger_views.ipynb #90e9b3ff
 def forest(
@@ -169,8 +197,12 @@ def forest(
     paper: str,  # HP, CAE or TCL
     limit: float = 30.0,  # beyond ±limit the axis is logarithmic
 ):
-    """Forest plot of a paper: the difference of each test, by verdict. Returns the figure."""
-    rows = ledger[ledger.paper == paper]
+    """Forest plot of a paper: the difference of each test, by verdict. Returns the figure.
+
+    Behind each test stand the range from half to twice the published difference, and the
+    differences that it could not have detected. Statements without a test are left out.
+    """
+    rows = ledger[(ledger.paper == paper) & (ledger.tests + ledger.no_data > 0)]
     known = evidence[(evidence.verdict != "no data") & evidence.id.isin(rows.id)]
     tests = {id: list(found.itertuples()) for id, found in known.groupby("id")}
     heights = [max(1.0, 0.17 * len(tests.get(id, ()))) for id in rows.id]

@@ -19,10 +19,11 @@ from .columns import Column
 from .evaluation import results
 from .evidence import Store
 from .html_tables import html_table
-from .ledger import Evaluation, evaluate_statement
+from .ledger import STATEMENTS, Evaluation, evaluate_statement
 from .profiles import get_profile
 from .results import Results
 from .rows import ROWS, Row
+from .statements import contrasts_table
 from .table_rows import distinct_rows
 from .table_specs import TABLES
 from ..plotting import save_figure
@@ -54,6 +55,7 @@ def _verdict_row(found: Evaluation) -> dict:
     tests = found.tests
     return {
         "id": found.statement.id,
+        "kind": found.statement.kind,
         "statement": found.statement.text,
         "tests": len(tests),
         "difference": tests.difference.mean(),
@@ -67,7 +69,7 @@ def _verdict_row(found: Evaluation) -> dict:
 
 _VERDICT_NOTE = """Difference and published difference with the 95 % interval. Where a statement has
 several tests: the mean difference, and the lowest and the highest end of the tests' intervals. The
-verdict then depends on whether all, most or any of the tests are reproduced, as the statement says.
+ledger says how a verdict is reached.
 """.replace("\n", " ").strip()
 
 # %% ../../nbs/lib/paper/20_notebook.ipynb #db361bbc
@@ -89,7 +91,7 @@ class Notebook:
         self.profile = get_profile(profile, data_root)
         self.out = Path(out)
         self.res = None  # the results that were computed last
-        self._computed = []
+        self._computed = {}  # name of the results -> results
 
     def __repr__(self) -> str:
         return f"Notebook({self.name!r}, {self.profile.name!r})"
@@ -118,12 +120,12 @@ class Notebook:
         for key, why in res.gaps.items():
             print(f"{key}: {why}")
         self.res = res
-        self._computed.append(res)
+        self._computed[self._file(name)] = res
         return res
 
     def check(self):
         """Raise CompvlError where a row failed, in any of the notebook's results."""
-        for res in self._computed:
+        for res in self._computed.values():
             res.check()
 
     def table(
@@ -188,12 +190,24 @@ class Notebook:
         display(Markdown(findings_text(claims, unit, decimals)))
         return claims
 
+    def _store_contrasts(self):
+        """Write the contrasts of all statements on this notebook's results."""
+        for name, res in self._computed.items():
+            tests = []
+            for statement in STATEMENTS.values():
+                tests += [t for t in statement.tests if getattr(t, "results", None) == name]
+            if tests:
+                with atomic_write(self.out / "tables" / f"{name}_contrasts.csv") as tmp:
+                    contrasts_table(tests, res).to_csv(tmp, index=False)
+
     def judge(self, *ids: str):
         """Show statements of the ledger, evaluated on what notebooks have written to `out`.
 
+        Before that, all contrasts on this notebook's own results are evaluated and written.
         `ids`: such as 'HP5'. A statement whose figures are not there has *no data*. Raises
         CompvlError for an unknown id.
         """
+        self._store_contrasts()
         store = Store(self.out, self.profile.name, fallback=False)
         found = [_verdict_row(evaluate_statement(id, store, strict=False)) for id in ids]
         table = pd.DataFrame(found).set_index("id")

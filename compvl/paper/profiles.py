@@ -6,7 +6,7 @@
 __all__ = ['PROFILES', 'PAPER_FILES', 'Profile', 'get_profile']
 
 # %% ../../nbs/lib/paper/01_profiles.ipynb #dc0893b2
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..core import CompvlError, pick
@@ -16,7 +16,7 @@ from ..train.recipes import RECIPES
 # The keys of a profile in the JSON file beside its results, in order.
 _RECORD = """name model pretrained data root n_train steps epochs batch_size lr warmup weight_decay
 precision n_items n_retrieval n_classification n_kind n_boot seeds n_pretrain pretrain_steps
-base_seeds recipes""".split()
+base_seeds w_attr recipes""".split()
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Profile:
     n_pretrain: int | None = 100_000  # pairs that the base sees; None: no base of ours
     pretrain_steps: int | None = 3000  # steps of its pretraining; None: no base of ours
     base_seeds: tuple[int, ...] = (0,)  # seeds of pretraining, where bases are compared
+    w_attr: dict = field(default_factory=dict)  # weight of L_attr by attribution, for its schedule
 
     @property
     def model(self) -> str:
@@ -134,6 +135,9 @@ _MICRO_FULL = _MICRO | dict(n_train=96_000, steps=3000, warmup=300, validate_eve
 _PAPER = {key: value for key, value in RECIPES["negclip"].items() if key != "method"}
 _PAPER["precision"] = "bf16"
 
+# %% ../../nbs/lib/paper/01_profiles.ipynb #ffe80c95
+_W_ATTR = dict(attention=10.0, gradcam=1.0, perturbation=1.0, gradient=1.0)  # for 400 steps
+
 # %% ../../nbs/lib/paper/01_profiles.ipynb #aa46cf6e
 _SMOKE_PROFILE = Profile(
     "smoke",
@@ -145,6 +149,7 @@ _SMOKE_PROFILE = Profile(
     n_boot=100,
     n_pretrain=256,
     pretrain_steps=4,
+    w_attr=_W_ATTR,
 )
 _MICRO_FULL_PROFILE = Profile(
     "micro-full",
@@ -155,6 +160,7 @@ _MICRO_FULL_PROFILE = Profile(
     n_boot=2000,
     seeds=(0, 1, 2),
     base_seeds=(0, 1, 2),
+    w_attr=_W_ATTR,
 )
 _PAPER_PROFILE = Profile(
     "paper",
@@ -169,7 +175,7 @@ _PAPER_PROFILE = Profile(
 )
 PROFILES = {
     "smoke": _SMOKE_PROFILE,
-    "micro": Profile("micro", train=_MICRO),
+    "micro": Profile("micro", train=_MICRO, w_attr=_W_ATTR),
     "micro-full": _MICRO_FULL_PROFILE,
     "paper": _PAPER_PROFILE,
 }

@@ -236,20 +236,36 @@ class Results:
             weights += weights_of_items
         return seed_bootstrap(parts, weights, max(1000, self.profile.n_boot))
 
+    def _size(self, terms: Sequence[_Term]) -> dict[str, int]:
+        """Number of items `n` (those of one benchmark and group once) and of seeds of figures."""
+        n_items = {}
+        seeds = 1
+        for _, at in terms:
+            correlations = self.correlations(*at)
+            if correlations:
+                n_items[at[1:3]] = len(correlations[0])
+                seeds = max(seeds, len(correlations))
+            else:
+                parts, _ = self.weighted(*at)
+                n_items[at[1:3]] = sum(part.shape[1] for part in parts)
+                seeds = max(seeds, len(parts[0]))
+        return dict(n=sum(n_items.values()), seeds=seeds)
+
     def contrast(self, terms: Sequence[_Term]) -> dict:
         """A sum of weighted figures, such as (1, after), (−1, before).
 
         A figure is (row key, benchmark, group, metric). Those of the same benchmark and group are
         added up item by item and seed by seed before anything is resampled; those of other items
         are independent; seeds are resampled together. Returns `diff`, its 95 % interval `lo`,
-        `hi`, and `p` (two-sided). Raises KeyError where a figure is not there.
+        `hi`, `p` (two-sided), and the numbers of items `n` and of `seeds`. Raises KeyError where a
+        figure is not there.
         """
         found = self._contrasted_correlations(terms) or self._contrasted_means(terms)
         diff, boot = found
         lo, hi, p = resampled_difference(boot)
-        return dict(diff=diff, lo=lo, hi=hi, p=p)
+        return dict(diff=diff, lo=lo, hi=hi, p=p, **self._size(terms))
 
-    def _value(self, at: _Figure) -> float:
+    def value(self, at: _Figure) -> float:
         """A figure: the mean over seeds."""
         correlations = self.correlations(*at)
         if correlations:
@@ -262,7 +278,7 @@ class Results:
         Returns also `a`, `b`, and `paired`: whether both are of the same benchmark and group.
         """
         found = self.contrast([(1, b), (-1, a)])
-        return dict(a=self._value(a), b=self._value(b), **found, paired=a[1:3] == b[1:3])
+        return dict(a=self.value(a), b=self.value(b), **found, paired=a[1:3] == b[1:3])
 
     def restricted(self, keep: Callable[[Any], bool]) -> "Results":
         """The results on the items for which `keep(item)` is true.

@@ -17,14 +17,14 @@ from .looks import look, short
 from .results import Results
 from .rows import ROWS
 from ..plotting import style, subplots
-from ..stats import resampled_difference, seed_bootstrap
+from ..stats import OPPOSITE, REPRODUCED, TOO_WIDE, resampled_difference, seed_bootstrap
 
 # %% ../../nbs/lib/paper/21b_returns.ipynb #8f391d63
 def _returns(first: tuple[float, float], change: tuple[float, float]) -> str:
     """The verdict from the intervals of the first gain, and of the second minus the first."""
     if first[1] < 0 or change[0] > 0:
-        return "not reproduced"
-    return "reproduced" if first[0] > 0 and change[1] < 0 else "undecided"
+        return OPPOSITE
+    return REPRODUCED if first[0] > 0 and change[1] < 0 else TOO_WIDE
 
 # %% ../../nbs/lib/paper/21b_returns.ipynb #bee63d5f
 def diminishing(res: Results, keys: Sequence[str], columns: Iterable[Column]) -> pd.DataFrame:
@@ -35,7 +35,7 @@ def diminishing(res: Results, keys: Sequence[str], columns: Iterable[Column]) ->
     Brittleness counts with the opposite sign. Figures that are missing are left out.
 
     *reproduced*: the first step is a gain and the second brings less, both beyond their intervals.
-    *not reproduced*: the first step is a loss, or the second brings more. *undecided* otherwise.
+    *opposite*: the first step is a loss, or the second brings more. *too wide to say* otherwise.
     """
     n_boot = max(1000, res.profile.n_boot)
     rows = []
@@ -56,12 +56,13 @@ def diminishing(res: Results, keys: Sequence[str], columns: Iterable[Column]) ->
             first, first_boot = seed_bootstrap(gains, weights, n_boot)
             second, _ = seed_bootstrap(next_gains, weights, n_boot)
             change, change_boot = seed_bootstrap(changes, weights, n_boot)
-            lo, hi, _ = resampled_difference(change_boot)
+            lo, hi, p = resampled_difference(change_boot)
             outcome = _returns(resampled_difference(first_boot)[:2], (lo, hi))
             what = " ".join(dict.fromkeys((column.block, column.title)))
             claim = f"Diminishing returns from {names[0]} over {names[1]} to {names[2]}, {what}"
             id = f"diminishing-{three[-1]}-{column.benchmark}"
-            rows.append((id, claim, first, second, change, lo, hi, np.nan, outcome))
+            n = sum(part.shape[1] for part in changes)
+            rows.append((id, claim, first, second, change, lo, hi, p, n, -1, np.nan, outcome))
     return pd.DataFrame(rows, columns=FINDING_COLUMNS)
 
 # %% ../../nbs/lib/paper/21b_returns.ipynb #8b2daf0c

@@ -88,6 +88,8 @@ def train_config(row: Row, profile: Profile, seed: int = 0) -> TrainConfig:
         fields |= {name: recipe[name] for name in _SCHEDULE}
     else:
         fields["lr"] *= row.rate
+    if row.attribution in profile.w_attr:
+        fields["w_attr"] = profile.w_attr[row.attribution]
     fields |= row.train
     if profile.data == "coco":
         fields["data_options"] = _coco_options(profile, row)

@@ -10,7 +10,8 @@ __all__ = ['HP_TABLE1', 'HP_TABLE3', 'GENERATIVE', 'HP_TABLE8', 'HP_TABLE10', 'C
 # %% ../../nbs/lib/paper/04b_table_rows.ipynb #b4283ca2
 from dataclasses import replace
 
-from .rows import COMBINED_ROWS, LATER_ROWS, RARE_ROWS, ROWS, W_ATTR, Row, rows
+from ..attribution.tokens import ATTRIBUTIONS
+from .rows import COMBINED_ROWS, LATER_ROWS, RARE_ROWS, ROWS, Row, rows
 
 # %% ../../nbs/lib/paper/04b_table_rows.ipynb #abfac916
 HP_TABLE1 = rows(
@@ -49,8 +50,8 @@ _CLIP = replace(ROWS["clip"], label="CLIP")
 _CLIP_FT = replace(
     ROWS["clip-coco"], label="CLIP-FT", group="other finetuning", recipe="cae", optional=True
 )
-_ATTRIBUTIONS = rows(*(f"cae-{attribution}" for attribution in W_ATTR))
-_WITH_HN = rows(*(f"cae-{attribution}-hn" for attribution in W_ATTR))
+_ATTRIBUTIONS = rows(*(f"cae-{attribution}" for attribution in ATTRIBUTIONS))
+_WITH_HN = rows(*(f"cae-{attribution}-hn" for attribution in ATTRIBUTIONS))
 
 
 def _by_cae(row: Row, **changes) -> Row:
@@ -80,7 +81,18 @@ CAE_TABLE4 = [
 CAE_TABLE5 = [replace(row, group="") for row in (_CLIP, ROWS["attr-only"], _CLIP_FT, _CLIP_CAE)]
 
 # %% ../../nbs/lib/paper/04b_table_rows.ipynb #350b7142
-TCL_TABLE2 = rows("clip", "clip-coco", "hn", "tcl-1", "tcl-2", "tcl-3", "tcl-mix")
+TCL_TABLE2 = rows(
+    "clip",
+    "clip-coco",
+    "hn",
+    "tcl-1",
+    "tcl-2",
+    "tcl-3",
+    "tcl-mix",
+    "swap-replace-1",
+    "swap-replace-2",
+    "swap-replace-3",
+)
 DOSE = {
     "hn": {0.0: "hn-rare0", 0.3: "hn", 0.6: "hn-rare0.6", 1.0: "hn-rare1"},
     "hp+hn": {0.0: "hp+hn-rare0", 0.3: "hp+hn", 0.6: "hp+hn-rare0.6", 1.0: "hp+hn-rare1"},

@@ -171,6 +171,9 @@ NEGATIVES: dict[str, Method] = {
     "tcl-1": iterated(1),
     "tcl-2": iterated(2),
     "tcl-3": iterated(3),
+    "swap-replace-1": iterated(1, ("swap", "replace")),
+    "swap-replace-2": iterated(2, ("swap", "replace")),
+    "swap-replace-3": iterated(3, ("swap", "replace")),
 }
 
 # %% ../../nbs/lib/text/07b_hard_negatives.ipynb #3977e485
