@@ -123,9 +123,8 @@ class Reference:
         return R[self.eot]
 
 
-def reference(clip, images, tokens, method, score=None, start=0):
+def reference(clip, images, tokens, method, score="logit", start=0):
     """The reference's attribution [B, L] of a batch, caption by caption."""
-    score = score or ("cosine" if method == "gradient" else "logit")
     found = []
     for image, row in zip(images, tokens, strict=True):
         of_caption = Reference(clip, image, row, score=score, start=start)
@@ -237,8 +236,8 @@ def test_of_logits_the_gradient_leaves_one_token(micro):
     tokens = micro.tokenizer(some_captions(8))
     torch.manual_seed(0)
     images = torch.randn(8, micro.clip.text_projection.shape[1])
-    by_cosine = text_attribution(micro, images, tokens, "gradient")
-    by_logit = text_attribution(micro, images, tokens, "gradient", score="logit")
+    by_cosine = text_attribution(micro, images, tokens, "gradient", score="cosine")
+    by_logit = text_attribution(micro, images, tokens, "gradient")
     assert by_logit.amax(1).mean() > 0.9
     assert by_cosine.amax(1).mean() < 0.75
 
@@ -709,7 +708,7 @@ def test_attribute_explains_what_the_tables_do(micro, scene_file, method):
     caption = "the red star is on the big box"
     found = attribute(micro, scene_file, caption, method, words=words, draws=1)
     table = kind_attributions(micro, [scene_file], [caption], method, draws=1, words=words)
-    assert found.explained == ("cosine" if method == "gradient" else "logit")
+    assert found.explained == "logit"
     tokens = found.table("token")
     mean_of = tokens.groupby("kind").score.mean()
     for kind in ("object", "relation", "attribute"):

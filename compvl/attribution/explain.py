@@ -32,7 +32,7 @@ from compvl.attribution.replacements import (
     replacements,
     tokenize_replacements,
 )
-from .tokens import ATTRIBUTIONS, explained_score, text_attribution
+from .tokens import ATTRIBUTIONS, text_attribution
 from ..core import pick
 from ..models.clip import Model
 from ..text.lexicon import Words
@@ -197,20 +197,17 @@ def attribute(
     draws: int | None = 16,  # likewise
     seed: int = 0,  # likewise
     *,
-    score: str | None = None,  # 'logit' or 'cosine'; None: see `explained_score`
+    score: str = "logit",  # what is explained: 'logit' or 'cosine'
     start_layer: int = 0,  # attention, gradcam and the image's map: the first layer; -1: the last
 ) -> Attribution:
     """How much each token of `caption` counts for its score with `image`.
 
-    What is explained by default is what training and the tables explain: the logit, and for the
-    gradient the cosine. `score="logit"` with the gradient is equation 10 of Li et al. as printed.
-    Chefer et al.'s notebook for CLIP has `start_layer=-1`.
+    The logit is what Li et al. explain. Chefer et al.'s notebook for CLIP has `start_layer=-1`.
 
     `.table()` and `.figure()` of the result show it. The model is left as found. Raises CompvlError
     for a model or tokenizer that is not supported, and for an image that cannot be read."""
     # Longer than 40 lines: the signature and what it returns.
     pick(method, ATTRIBUTIONS, "method")
-    score = explained_score(method, score)
     parsed = parse(caption)
     spans = token_spans(caption, model.tokenizer)
     picture, pixels = open_picture(model, image)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .attention import as_found, image_features, score_scale, unit
-from .tokens import explained_score
 from ..models.towers import encode_text
 from ..text.inflection import plural
 from ..text.lexicon import Words
@@ -157,7 +156,7 @@ def perturbation_attribution(
     tokens: Tensor,  # int64 [B, L]
     perturbed: Perturbation,
     create_graph: bool = False,  # as for `text_attribution`
-    score: str | None = None,  # likewise
+    score: str = "logit",  # likewise
 ) -> Tensor:
     """Attribution of each token by perturbation: float [B, L]; errors as for `text_attribution`.
 
@@ -168,7 +167,7 @@ def perturbation_attribution(
         images = image_features(clip, images_or_features, tokens, False)
         features = encode_text(clip, torch.cat([tokens, perturbed.tokens]))
         text, others = features.split([len(tokens), len(perturbed.tokens)])
-        scale = score_scale(clip, explained_score("perturbation", score))
+        scale = score_scale(clip, score)
         fall = perturbation_scores(images, text, others, perturbed.owner, perturbed.where)
         return scale * fall
 

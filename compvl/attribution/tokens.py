@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compvl.attribution.attention import (
-    SCORES,
     as_found,
     image_features,
     plain_attention,
@@ -27,19 +26,10 @@ from ..core import CompvlError, pick
 from ..models.towers import TextTower, eot_positions, length_parts, text_tower
 
 # %% auto #0
-__all__ = ['ATTRIBUTIONS', 'explained_score', 'check_start_layer', 'text_attribution']
+__all__ = ['ATTRIBUTIONS', 'check_start_layer', 'text_attribution']
 
 # %% ../../nbs/lib/attribution/02_tokens.ipynb #c2130446
 ATTRIBUTIONS = ("attention", "gradcam", "perturbation", "gradient")
-
-
-def explained_score(method: str, score: str | None = None) -> str:
-    """The score that a method explains, one of `SCORES`; None: as in training and in the tables.
-
-    That is the logit, and for the gradient the cosine."""
-    if score is not None:
-        return pick(score, SCORES, "score")
-    return "cosine" if method == "gradient" else "logit"
 
 # %% ../../nbs/lib/attribution/02_tokens.ipynb #28ebcb51
 def _tower(clip: nn.Module) -> TextTower:
@@ -131,7 +121,7 @@ def text_attribution(
     method: str = "gradcam",  # 'attention', 'gradcam' or 'gradient'
     create_graph: bool = False,  # differentiable by the weights and by the image features
     features: bool = False,  # return text features too
-    score: str | None = None,  # of `SCORES`; None: see `explained_score`
+    score: str = "logit",  # what is explained, one of `SCORES`
     start_layer: int = 0,  # attention and gradcam: the first layer; -1: the last alone
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attribution of each token in the score of image and caption: float [B, L], 0 behind EOT.
@@ -156,7 +146,7 @@ def text_attribution(
     clip = getattr(model, "clip", model)
     tower = _tower(clip)
     check_start_layer(start_layer, len(tower.parts.transformer.resblocks))
-    scale = score_scale(clip, explained_score(method, score)) if method != "attention" else 1.0
+    scale = score_scale(clip, score) if method != "attention" else 1.0
     keep = {"attention": "row", "gradcam": "all", "gradient": "none" if create_graph else None}
     grad = method != "attention"
     with as_found(clip, not create_graph), torch.set_grad_enabled(create_graph or grad):

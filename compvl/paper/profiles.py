@@ -136,7 +136,13 @@ _PAPER = {key: value for key, value in RECIPES["negclip"].items() if key != "met
 _PAPER["precision"] = "bf16"
 
 # %% ../../nbs/lib/paper/01_profiles.ipynb #ffe80c95
-_W_ATTR = dict(attention=10.0, gradcam=1.0, perturbation=1.0, gradient=1.0)  # for 400 steps
+_W_ATTR = {
+    "attention": 10.0,
+    "gradcam": 1.0,
+    "perturbation": 1.0,
+    "gradient": 1.0,
+    "gradient-cosine": 1.0,
+}
 
 # %% ../../nbs/lib/paper/01_profiles.ipynb #aa46cf6e
 _SMOKE_PROFILE = Profile(

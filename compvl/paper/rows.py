@@ -60,8 +60,11 @@ class Row:
 
     @property
     def attribution(self) -> str | None:
-        """The attribution of its term L_attr; None where it has no such term."""
-        return self.train.get("attribution")
+        """The attribution of its term L_attr, such as 'gradient' (of the logit) or
+        'gradient-cosine'; None where it has no such term."""
+        attribution = self.train.get("attribution")
+        score = self.train.get("attribution_score", TrainConfig.attribution_score)
+        return attribution if score == "logit" else f"{attribution}-{score}"
 
     def training(self, **fields) -> "Row":
         """The row with these fields of `TrainConfig` in place of its own."""
@@ -177,12 +180,14 @@ _CAE_TITLES = {
     "gradcam": "GradCAM-Based",
     "perturbation": "Perturbation-Based",
     "gradient": "Gradient-Based",
+    "gradient-cosine": "Gradient-Based, of the cosine",
 }
 _CAE_LOOKS = {
     "attention": dict(color="#E69F00", marker="<"),
     "gradcam": dict(color="#CC79A7", marker=">"),
     "perturbation": dict(color="#009E73", marker="p"),
     "gradient": dict(color="#56B4E9", marker="h"),
+    "gradient-cosine": dict(color="#0072B2", marker="H"),
 }
 _LOSSES = "attribution losses"
 
@@ -215,6 +220,12 @@ def _cae_hn_row(attribution: str) -> Row:
 
 # %% ../../nbs/lib/paper/04_rows.ipynb #ff622fb1
 _ATTENTION = dict(attribution="attention")
+_OF_COSINE = replace(
+    _cae_row("gradient-cosine"),
+    group="attribution losses (not in the published table)",
+    train=dict(method="cae", attribution="gradient", attribution_score="cosine"),
+    zoo="",
+)
 _CAE_ROWS = [
     Row(
         "sds-clip",
@@ -228,6 +239,7 @@ _CAE_ROWS = [
     ),
     *(_cae_row(attribution) for attribution in ATTRIBUTIONS),
     *(_cae_hn_row(attribution) for attribution in ATTRIBUTIONS),
+    _OF_COSINE,
     Row(
         "cae-average", "Avg.", _LOSSES, "average", of=tuple(f"cae-{name}" for name in ATTRIBUTIONS)
     ),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from ..attribution.attention import SCORES
 from ..attribution.tokens import ATTRIBUTIONS
 from ..core import CompvlError, pick
 from .terms import TERMS
@@ -115,11 +116,12 @@ class TrainConfig:
     w_hp: float | None = None  # weight of the analogy loss on hard positives
     w_itc: float = 1.0  # weight of the contrastive loss
     attribution: str | None = None  # one of `compvl.attribution.tokens.ATTRIBUTIONS`, for L_attr
+    attribution_score: str = "logit"  # what it explains: 'logit' (in the papers) or 'cosine'
     w_attr: float | None = None  # weight of L_attr
     w_mil: float | None = None  # weight of the losses over bags of captions (data with `dense`)
     w_sds: float | None = None  # weight of L_SDS; where it has one, only LayerNorms are trained
     teacher: str | None = None  # file of the diffusion model for L_SDS; None: the shipped one
-    attr_margin: float = 0.0  # margin of L_attr, in units of the logit (scale times cosine)
+    attr_margin: float = 0.0  # margin of L_attr, in units of `attribution_score`
     negatives_in_batch: bool | None = None  # hard negatives join the image-to-text denominators
     alternatives: int | None = None  # k nearest images, one of which joins an item (NegCLIP: 3)
     mask_same_image: bool = False  # captions of one image are no negatives; not so in the papers
@@ -217,6 +219,7 @@ def check_terms(config: TrainConfig):
             raise CompvlError(f"weights[{name!r}]={weight} is out of range: give 0 or more")
     if config.attribution is not None:
         pick(config.attribution, ATTRIBUTIONS, "attribution")
+        pick(config.attribution_score, SCORES, "attribution_score")
     elif may_need(config, "attribution"):
         raise CompvlError(
             f"the term L_attr needs an attribution: choose one of {', '.join(ATTRIBUTIONS)}"

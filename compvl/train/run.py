@@ -61,7 +61,7 @@ def unused_fields(config) -> list[str]:
     if config.lora_rank is None:
         unused += ["lora_rank", "lora_alpha"]
     if not config.w_attr and config.w_itc == 1:
-        unused += ["w_itc", "attribution", "w_attr", "attr_margin"]
+        unused += ["w_itc", "attribution", "attribution_score", "w_attr", "attr_margin"]
     if not config.w_mil:
         unused += ["w_mil"]
     if not config.w_sds:

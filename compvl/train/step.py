@@ -53,6 +53,7 @@ class Towers(nn.Module):
         images: Tensor,  # float [B, 3, H, W]
         tokens: Tensor,  # int64 [M, L], of which the first B are the images' captions
         attribution: str | None = None,  # of the captions, one of `ATTRIBUTIONS`
+        attribution_score: str = "logit",  # what it explains, one of `SCORES`
     ) -> tuple:
         """Image features [B, D] and text features [M, D], as unit vectors; the scale; where the
         attribution takes a text pass, that of the captions, float [B, L], with gradient, else None;
@@ -64,15 +65,17 @@ class Towers(nn.Module):
         if attribution in (None, "perturbation"):
             text_features = self.model.encode_text(tokens)
         else:
-            token_attributions, text_features = self._attribute(image_features, tokens, attribution)
+            token_attributions, text_features = self._attribute(
+                image_features, tokens, attribution, attribution_score
+            )
         distillation = None
         if self.head:
             unnormalised = image_features * image_features.shape[1] ** 0.5
             distillation = sds_loss(self._teacher[0], self.head, unnormalised, captions)
         return image_features, text_features, scale, token_attributions, distillation
 
-    def _attribute(self, image_features, tokens, attribution):
-        "Attributions of the captions' tokens (see `explained_score`), and features of all texts."
+    def _attribute(self, image_features, tokens, attribution, score):
+        "Attributions of the captions' tokens, and features of all texts."
         n = len(image_features)
         token_attributions, features = text_attribution(
             self.model,
@@ -81,6 +84,7 @@ class Towers(nn.Module):
             attribution,
             create_graph=True,
             features=True,
+            score=score,
         )
         if len(tokens) > n:
             features = torch.cat([features, self.model.encode_text(tokens[n:])])
@@ -199,7 +203,7 @@ def batch_loss(
     The loss is this process's share (see `compvl.losses`)."""
     batch = on_device(batch, model.device)
     images = model.normalize(batch["images"])
-    outputs = towers(images, batch["tokens"], attribution_of(config))
+    outputs = towers(images, batch["tokens"], attribution_of(config), config.attribution_score)
     return feature_loss(*outputs, batch, config)
 
 # %% ../../nbs/lib/train/07_step.ipynb #0f966b49
@@ -262,7 +266,7 @@ class ChunkedBackward:
         """What `Towers` returns for the items and texts of a chunk."""
         images = self.model.normalize(self.batch["images"][items])
         tokens = self.batch["tokens"][texts.to(self.model.device)]
-        return self.towers(images, tokens, attribution)
+        return self.towers(images, tokens, attribution, self.config.attribution_score)
 
     def encode_all(self) -> list[Tensor]:
         """First pass: features of all images and all texts, and the scale, as leaves of a graph."""

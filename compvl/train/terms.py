@@ -242,13 +242,15 @@ def attribution_term(features, config):
     attributions = features.token_attributions
     batch = features.batch
     if config.attribution == "perturbation":
-        attributions = features.scale.detach() * perturbation_scores(
+        attributions = perturbation_scores(
             features.images,
             features.captions,
             features.perturbed,
             batch["owner"],
             batch["where"],
         )
+        if config.attribution_score == "logit":
+            attributions = features.scale.detach() * attributions
     if attributions is None:
         return torch.zeros_like(features.scale)
     return attribution_loss(
