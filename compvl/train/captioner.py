@@ -6,11 +6,9 @@
 __all__ = ['captioning_losses', 'held_out_captioning', 'CaptionerConfig', 'captioner_name', 'train_captioner', 'ship_captioner']
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #b77af825
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +18,8 @@ from ..microworld.datasets import PretrainSet
 from ..models.captioner import Captioner
 from ..models.clip import create_model
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
-from .batches import step_indices
-from .config import computes_bf16
-from .optimizer import learning_rate
-from .step import attention_kernel
-from .steps import Trainee, check_batch, scene_trainee, ship_run, train_steps
+from .scene_training import SceneTraining
+from .steps import Trainee, check_batch, ship_run, train_steps
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #0b7499f7
 def captioning_losses(
@@ -133,63 +128,26 @@ def captioner_name(cfg: CaptionerConfig) -> str:
     return f"captioner-{config_hash(identity)}"
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #1f65e009
-class _CaptionerTraining:
-    """Network and optimizer of a config, and one step of their training."""
+class _CaptionerTraining(SceneTraining):
+    """The training of a captioner by its config."""
 
     def __init__(self, cfg: CaptionerConfig, data, tokenizer, device: torch.device):
-        self.cfg = cfg
-        self.data = data
-        self.tokenizer = tokenizer
-        self.device = device
-        self.start = create_model("micro-clip", cfg.image_tower, "cpu")
+        start = create_model("micro-clip", cfg.image_tower, "cpu")
         torch.manual_seed(cfg.seed)
-        vocabulary = scene_vocabulary(data, tokenizer)
-        self.net = Captioner(vocabulary, cfg.width, cfg.layers).to(device)
+        net = Captioner(scene_vocabulary(data, tokenizer), cfg.width, cfg.layers)
         if cfg.image_tower:
-            tower = self.start.clip.visual.state_dict()
+            tower = start.clip.visual.state_dict()
             del tower["proj"]
-            self.net.visual.load_state_dict(tower)
-        self.net.train()
-        matrices = [p for p in self.net.parameters() if p.ndim > 1]
-        others = [p for p in self.net.parameters() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": cfg.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True
-        )
+            net.visual.load_state_dict(tower)
+        super().__init__(cfg, net, data, tokenizer, device)
+        self.normalize = start.normalize
 
-    def autocast(self):
-        """The context of a forward pass, in bf16 where the device is made for it."""
-        device = self.device.type
-        return torch.autocast(device, torch.bfloat16, enabled=computes_bf16(device))
+    def losses(self, images, tokens):
+        """The losses of `captioning_losses`."""
+        pixels = self.normalize(images).to(self.device)
+        return captioning_losses(self.net, pixels, tokens, self.cfg.blank_share)
 
-    def step(self, step: int) -> dict:
-        """Take step `step`, counted from 0; returns what is logged of it."""
-        cfg = self.cfg
-        began = time.perf_counter()
-        torch.manual_seed(int(np.random.SeedSequence([cfg.seed, step]).generate_state(1)[0]))
-        epoch, (indices,) = step_indices(step, cfg.n_train, cfg.batch_size, cfg.seed)
-        self.data.set_epoch(epoch)
-        batch = self.data.batch(indices)
-        lr = learning_rate(step, cfg.steps, cfg.lr, min(cfg.warmup, cfg.steps // 2))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        images = self.start.normalize(batch["images"]).to(self.device)
-        tokens = self.tokenizer(batch["caption"]).to(self.device)
-        with self.autocast(), attention_kernel(self.device):
-            losses = captioning_losses(self.net, images, tokens, cfg.blank_share)
-        self.optimizer.zero_grad()
-        losses["loss"].backward()
-        self.optimizer.step()
-        row = {"lr": lr}
-        for name, value in losses.items():
-            row[name] = value.detach().cpu()  # copying a loss waits for the step
-        row["samples_per_s"] = torch.tensor(cfg.batch_size / (time.perf_counter() - began))
-        return row | self.held_out(step + 1)
-
-    def held_out(self, done: int) -> dict:
+    def after(self, done):
         """Losses on held-out scenes, at the steps at which they are computed."""
         cfg = self.cfg
         if done % cfg.validate_every and done != cfg.steps:
@@ -219,7 +177,7 @@ def train_captioner(
 
     def build() -> Trainee:
         training = _CaptionerTraining(cfg, data, scene_tokenizer(), device)
-        return scene_trainee(training, _training_fields(cfg), folder)
+        return training.trainee(_training_fields(cfg), folder)
 
     options = {"checkpoint_every": checkpoint_every, "log_every": 1, "on_log": on_log}
     return train_steps(folder, cfg.steps, build, resume, progress, **options)

@@ -7,7 +7,6 @@ __all__ = ['MatcherConfig', 'matcher_name', 'train_matcher', 'ship_matcher']
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #0dc93654
 import math
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,12 +18,9 @@ from ..data.loading import load_train_data
 from ..models.clip import create_model
 from ..models.matcher import Matcher, as_model
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
-from .batches import step_indices
-from .config import computes_bf16
 from .matching import matching_losses
-from .optimizer import learning_rate
-from .step import attention_kernel
-from .steps import Trainee, check_batch, scene_trainee, ship_run, train_steps
+from .scene_training import SceneTraining
+from .steps import Trainee, check_batch, ship_run, train_steps
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #a7109cc6
 @dataclass(frozen=True)
@@ -78,64 +74,31 @@ def matcher_name(cfg: MatcherConfig) -> str:
     return f"matcher-{config_hash(identity)}"
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #e7d0eca8
-class _MatcherTraining:
-    """Network and optimizer of a config, and one step of their training."""
+class _MatcherTraining(SceneTraining):
+    """The training of a cross-encoder by its config."""
 
     def __init__(self, cfg: MatcherConfig, data, tokenizer, device: torch.device):
-        self.cfg = cfg
-        self.data = data
-        self.tokenizer = tokenizer
-        self.device = device
         torch.manual_seed(cfg.seed)
         vocabulary = scene_vocabulary(data, tokenizer)
-        self.net = Matcher(vocabulary, cfg.text_width, cfg.text_layers, cfg.cross_layers).to(device)
+        net = Matcher(vocabulary, cfg.text_width, cfg.text_layers, cfg.cross_layers)
         if cfg.image_tower:
             start = create_model("micro-clip", cfg.image_tower, "cpu").clip.visual
-            self.net.visual.load_state_dict(start.state_dict())
-        self.model = as_model(self.net)
+            net.visual.load_state_dict(start.state_dict())
+        super().__init__(cfg, net, data, tokenizer, device)
+        self.normalize = as_model(net).normalize
         self.net.train()
-        matrices = [p for p in self.net.parameters() if p.ndim > 1]
-        others = [p for p in self.net.parameters() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": cfg.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True
-        )
 
-    def autocast(self):
-        """The context of a forward pass, in bf16 where the device is made for it."""
-        device = self.device.type
-        return torch.autocast(device, torch.bfloat16, enabled=computes_bf16(device))
+    def losses(self, images, tokens):
+        """The losses of `matching_losses`, and their sum."""
+        pixels = self.normalize(images)
+        parts = matching_losses(self.net, pixels, tokens, self.cfg.mask_share, self.cfg.even)
+        return {"loss": sum(parts.values()), **parts}
 
-    def step(self, step: int) -> dict:
-        """Take step `step`, counted from 0; returns what is logged of it."""
-        cfg = self.cfg
-        began = time.perf_counter()
-        torch.manual_seed(int(np.random.SeedSequence([cfg.seed, step]).generate_state(1)[0]))
-        epoch, (indices,) = step_indices(step, cfg.n_train, cfg.batch_size, cfg.seed)
-        self.data.set_epoch(epoch)
-        batch = self.data.batch(indices)
-        lr = learning_rate(step, cfg.steps, cfg.lr, min(cfg.warmup, cfg.steps // 2))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        images = self.model.normalize(batch["images"])
-        tokens = self.tokenizer(batch["caption"]).to(self.device)
-        with self.autocast(), attention_kernel(self.device):
-            losses = matching_losses(self.net, images, tokens, cfg.mask_share, cfg.even)
-        loss = sum(losses.values())
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+    def after(self, done):
+        """The logit scale, kept at most 100."""
         with torch.no_grad():
             self.net.logit_scale.clamp_(0, math.log(100))
-        row = {"lr": lr, "loss": loss.detach().cpu()}  # copying the loss waits for the step
-        for name, value in losses.items():
-            row[name] = value.detach()
-        row["logit_scale"] = self.net.logit_scale.detach().exp()
-        row["samples_per_s"] = torch.tensor(cfg.batch_size / (time.perf_counter() - began))
-        return row
+        return {"logit_scale": self.net.logit_scale.detach().exp()}
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #6a160900
 def train_matcher(
@@ -158,7 +121,7 @@ def train_matcher(
 
     def build() -> Trainee:
         training = _MatcherTraining(cfg, data, scene_tokenizer(), device)
-        return scene_trainee(training, asdict(cfg), folder)
+        return training.trainee(asdict(cfg), folder)
 
     options = {"checkpoint_every": checkpoint_every, "log_every": 1, "on_log": on_log}
     return train_steps(folder, cfg.steps, build, resume, progress, **options)
