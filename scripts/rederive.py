@@ -34,7 +34,8 @@ from compvl.paper.profiles import PROFILES
 # What needs models, items or pictures
 ITEMS = """row_models learning_curves examples turned load load_benchmarks load_benchmark
     kind_attributions attribution_gap supervision captioned_scenes truth_rates operator_shares worst
-    sheet scenes train train_towers identifiability ship_base ship_matcher train_matcher
+    sheet scenes train train_towers identifiability dependent_identifiability
+    trained_readers ship_base ship_matcher train_matcher
     ship_captioner train_captioner save_figure
     text_similarities case_study load_train_data choose_weight""".split()
 

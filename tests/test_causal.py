@@ -8,14 +8,19 @@ import pytest
 import torch
 
 from compvl.core import CompvlError
+from compvl.microworld.oracle import truth
+from compvl.models.clip import create_model
 from compvl.paper.blindness import equivalent_share, insensitivity
 from compvl.paper.causal_model import CONFIGS, SCM, causal_config
 from compvl.paper.causal_supports import SUPPORTS
 from compvl.paper.causal_towers import CausalTowers, train_towers
+from compvl.paper.dependent_latents import DependentSCM
+from compvl.paper.drawn_supports import drawn_captions, drawn_scenes
 from compvl.paper.estimates import Figure, figure, finding
 from compvl.paper.identifiability import recovered
 from compvl.paper.modality import modality_gap
 from compvl.paper.pseudo_optimal import Pseudo, measure
+from compvl.paper.trained_readers import ReaderConfig, patch_tokens, reader_config, train_reader
 
 TINY = replace(CONFIGS["smoke"], n_values=7, steps=3, block_steps=3, n_test=128, batch=64)
 
@@ -154,10 +159,51 @@ def test_equivalent_share_and_insensitivity():
     assert blind.value == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_drawn_captions_are_true_and_their_edits_false(name):
+    support = SUPPORTS[name](7)
+    gen = torch.Generator().manual_seed(1)
+    v = support.draw(60, gen)
+    edits = drawn_captions(support.edit(v, gen))
+    scenes = drawn_scenes(v, 1)
+    for scene, caption, edit in zip(scenes, drawn_captions(v), edits, strict=True):
+        assert truth(scene, caption) is True
+        assert truth(scene, edit) is False
+
+
+def test_a_penalty_on_reading_makes_a_text_tower_blind():
+    support = SUPPORTS["SWAP"](7)
+    gen = torch.Generator().manual_seed(0)
+    v = support.draw(48, gen)
+    edits = support.edit(v, gen)
+    tokens = patch_tokens(create_model("micro-clip", "base", device="cpu"), drawn_scenes(v))
+    cfg = ReaderConfig(steps=12, batch=16, hidden=8, blindness=100.0)
+    moved = {}
+    for blind in (False, True):
+        reader = train_reader(tokens, v, support, cfg, blind)
+        distances = reader.text_features(v) - reader.text_features(edits)
+        moved[blind] = float(distances.norm(dim=1).mean())
+        assert not any(weight.requires_grad for weight in reader.parameters())
+    assert moved[True] < moved[False] / 2
+
+
+def test_private_blocks_made_from_the_invariant_one():
+    scm = DependentSCM("tokens", 0, TINY)
+    drawn = scm.fresh(4000, torch.Generator().manual_seed(0))
+    gen = torch.Generator().manual_seed(1)
+    z = drawn.draw.z
+    assert abs(recovered(z, drawn.own_x, 500).mean()) < 0.1
+    assert recovered(z, drawn.draw.m_x, 500).mean() > 0.1
+    finite = DependentSCM("tokens", 0, TINY, pairs=20)
+    assert len(finite.draw(300, gen).z.unique(dim=0)) == 20
+    assert train_towers(scm, width=4).image_features(drawn.draw.x).shape == (4000, 4)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: causal_config("tiny"), "smoke"),
+        (lambda: reader_config("tiny"), "smoke"),
         (lambda: SUPPORTS["SWAP"](9), "prime"),
         (lambda: SCM("tokens", support=SUPPORTS["ADD"](7)), "support"),
         (lambda: CausalTowers(SCM("tokens"), "sums"), "slots"),

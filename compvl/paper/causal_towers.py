@@ -74,12 +74,13 @@ class CausalTowers(nn.Module):
         self,
         scm: SCM,
         text: str = "slots",  # where texts are words, one of `TEXT_TOWERS`
+        width: int | None = None,  # of the features; None: the config's, 6 for continuous concepts
     ):
         super().__init__()
         cfg = scm.cfg
         self.scm = scm
         self.text = pick(text, TEXT_TOWERS, "text tower")
-        self.width = cfg.width if scm.support else 6
+        self.width = width or (cfg.width if scm.support else 6)
         image_size = 5 * scm.size + cfg.image_private
         self.image_tower = _mlp(image_size, cfg.hidden, cfg.hidden, self.width)
         if scm.support:
@@ -110,15 +111,16 @@ class CausalTowers(nn.Module):
         return F.normalize(self.text_tower(distinct), dim=1)[which]
 
 # %% ../../nbs/lib/paper/20c_causal_towers.ipynb #711836ab
-def train_towers(scm: SCM, text: str = "slots") -> CausalTowers:
+def train_towers(scm: SCM, text: str = "slots", width: int | None = None) -> CausalTowers:
     """Frozen towers, trained on fresh samples of an SCM by the contrastive loss.
 
-    The schedule is that of the SCM's config, and the seed is that of the SCM.
+    The schedule is that of the SCM's config, and the seed is that of the SCM. `text` and `width`
+    are as for `CausalTowers`.
     """
     cfg = scm.cfg
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(scm.seed)
-        towers = CausalTowers(scm, text)
+        towers = CausalTowers(scm, text, width)
     gen = torch.Generator().manual_seed(scm.seed + 1)
     steps = cfg.steps if scm.support else cfg.block_steps
     optimizer = torch.optim.AdamW(towers.parameters(), weight_decay=1e-4)
