@@ -18,6 +18,7 @@ from .profiles import Profile
 from .rows import Row
 from .runs import run_config
 from ..train.config import TrainConfig
+from ..train.loop import run_name
 from ..train.sweep import sweep
 
 # %% ../../nbs/lib/paper/10c_training.ipynb #819ede7d
@@ -58,6 +59,19 @@ def _configs_ahead(todo: Iterable[tuple[Row, int]], profile: Profile) -> dict:
     return configs
 
 # %% ../../nbs/lib/paper/10c_training.ipynb #135c3035
+def _is_finished(config: TrainConfig, runs: Path) -> bool:
+    """Whether the folder of runs has this run, finished.
+
+    Its name is worked out, from model and data, only if a finished run of its method is there.
+    """
+    if not any(runs.glob(f"{config.method}-*/DONE")):
+        return False
+    try:
+        return (runs / run_name(config) / "DONE").exists()
+    except CompvlError:
+        return False  # training says what is missing
+
+
 def train_ahead(
     todo: Iterable[tuple[Row, int]],  # rows and seeds
     profile: Profile,
@@ -67,19 +81,24 @@ def train_ahead(
 ) -> dict[tuple[str, int], str | None]:
     """Train the runs of these rows and seeds several at a time, where the machine allows it.
 
-    Returns (row key, seed) -> None, or what went wrong; of runs that are left for later, nothing.
+    Returns (row key, seed) -> None, or what went wrong; of runs that are
+    finished already, or left for later, nothing.
     """
     configs = _configs_ahead(todo, profile)
     steps = [config.steps or 0 for config in configs.values()]
     devices = _devices(len(configs), max(steps, default=0))
     if devices is None:
         return {}
-    bar.set_description(f"{name}: {len(configs)} runs, {len(devices)} at a time")
+    configs = {at: config for at, config in configs.items() if not _is_finished(config, runs)}
+    if not configs:
+        return {}
+    steps = [config.steps or 0 for config in configs.values()]
+    bar.set_description(f"{name}: {len(configs)} runs, {min(len(configs), len(devices))} at a time")
     before = bar.n
     done = sweep(
         list(configs.values()), runs, devices, progress=False, on_log=lambda _: bar.update()
     )
-    bar.update(max(0, sum(steps) - (bar.n - before)))  # runs that were there, or resumed
+    bar.update(max(0, sum(steps) - (bar.n - before)))  # of runs that were resumed
     errors = {}
     for at, status, error in zip(configs, done.status, done.error, strict=True):
         errors[at] = error if status == "failed" else None
