@@ -76,7 +76,10 @@ def _run(path: Path, profile: str, parameters: dict, out: Path, console, left) -
     record_path(out, path.stem).unlink(missing_ok=True)  # no record until this execution ends
     prepared = papermill.execute_notebook(path, target, parameters=parameters, prepare_only=True)
     progress = out / "notebooks" / f".{path.stem}.progress"
-    os.environ["COMPVL_PROGRESS"] = str(progress)  # the kernel inherits it
+    # The kernel inherits both. Captions have hundreds of shapes: their compiled matrix products
+    # would take some 300 MB.
+    os.environ["COMPVL_PROGRESS"] = str(progress)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     with Monitor(console, path.stem, prepared.cells, progress, left) as monitor:
         status, error = _execute(path, target, parameters, out, monitor)
     outputs = _new_outputs(out, path.name, before)
