@@ -140,7 +140,7 @@ def perturbation_scores(
     float [B, L], in [-2, 2], zero at tokens without replacement. Differentiable by `text` and
     `perturbed`. Source: Li et al. 2024 (CAE), Equation 9, whose mean is "across multiple
     perturbation"; how many, the paper does not say. With one replacement of each concept the
-    estimate is unbiased, and a hinge of it is biased upward (see `Collate`)."""
+    estimate is unbiased, and a hinge of it is biased upward; more `draws` lower that bias."""
     image = unit(image.detach())
     text = unit(text)
     perturbed = unit(perturbed)
