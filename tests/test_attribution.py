@@ -13,11 +13,13 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import nn
 
 from compvl.attribution.explain import Attribution, attribute
 from compvl.attribution.image_map import image_attribution, image_map
 from compvl.attribution.replacements import (
+    Perturbation,
     caption_masks,
     perturbation_attribution,
     perturbed_tokens,
@@ -26,13 +28,18 @@ from compvl.attribution.replacements import (
 )
 from compvl.attribution.tokens import ATTRIBUTIONS, text_attribution
 from compvl.core import CompvlError
-from compvl.losses import attribution_loss
+from compvl.data.loading import load_train_data
+from compvl.losses import attribution_excess, attribution_loss
 from compvl.microworld.captions import caption
 from compvl.microworld.scenes import scenes
 from compvl.microworld.vocabulary import lexicon, microworld_words
 from compvl.models.clip import create_model
 from compvl.models.towers import eot_positions
 from compvl.paper.kinds import kind_attributions
+from compvl.train.batches import Collate
+from compvl.train.config import TrainConfig
+from compvl.train.step import Towers, backward_loss
+from compvl.train.terms import COMPOSITION_TOKENS
 
 BY_PASS = [method for method in ATTRIBUTIONS if method != "perturbation"]
 SOT = 18
@@ -269,6 +276,28 @@ def test_first_layer_as_in_chefers_notebook(start):
     assert torch.allclose(got, reference(clip, feats(), TOKENS, "attention", start=start % 3))
 
 
+def test_sum_over_heads_is_equation_7():
+    """The sum over heads, which is no multiple of the average once there are two layers."""
+    clip = small(layers=2)
+    by_sum = text_attribution(clip, feats(), TOKENS, "gradcam", heads="sum")
+    for image, tokens, got in zip(feats(), TOKENS, by_sum, strict=True):
+        of_caption = Reference(clip, image, tokens, score="logit")
+        of_caption.S.backward(retain_graph=True)
+        R = torch.eye(L, dtype=torch.float64)
+        for k, a in enumerate(of_caption.A):
+            R = R + (of_caption.grads[k] * a).clamp(min=0).sum(0) @ R
+        assert torch.allclose(got, R[of_caption.eot], atol=1e-12)
+    by_mean = text_attribution(clip, feats(), TOKENS, "gradcam")
+    heads = clip.transformer.resblocks[0].attn.num_heads
+    before_eot = by_mean[0] > 0
+    before_eot[int(TOKENS[0].argmax())] = False
+    factor = by_sum[0][before_eot] / by_mean[0][before_eot]
+    assert (factor > heads - 1e-9).all()
+    assert factor.max() - factor.min() > 1e-6
+    with pytest.raises(CompvlError, match="heads"):
+        text_attribution(clip, feats(), TOKENS, "gradcam", heads="max")
+
+
 @pytest.mark.parametrize("start", [3, -4])
 def test_a_layer_that_is_not_there(start):
     clip = small(layers=3)
@@ -442,6 +471,60 @@ def test_loss_is_its_formula():
         hinges.append(max(float(difference) + 0.2, 0))
     got = float(attribution_loss(a, OBJECTS, COMPOSITION, 0.2))
     assert abs(got - sum(hinges) / 2) < 1e-12
+
+
+def test_balanced_means_are_their_formula():
+    """Two relation tokens and four attribute tokens; then attributes alone, and relations alone."""
+    a = torch.tensor([[0.9, 0.1, 0.2, 0.4, 0.4, 0.4, 0.8]] * 3, dtype=torch.float64)
+    objects = torch.zeros(3, 7, dtype=torch.bool)
+    objects[:, 0] = True
+    relations = torch.zeros_like(objects)
+    relations[:, 1:3] = True
+    composition = ~objects
+    composition[1, 1:3] = False
+    composition[2, 3:] = False
+    got = attribution_excess(a, objects, composition, relations)
+    want = [0.9 - (0.15 + 0.5) / 2, 0.9 - 0.5, 0.9 - 0.15]
+    assert torch.allclose(got, torch.tensor(want, dtype=torch.float64))
+    over_tokens = attribution_excess(a, objects, composition)
+    assert abs(float(over_tokens[0]) - (0.9 - 2.3 / 6)) < 1e-12
+    assert torch.equal(over_tokens[1:], got[1:])
+    loss = attribution_loss(a, objects, composition, -0.45, relations=relations)
+    assert abs(float(loss) - (0.125 + 0.0 + 0.3) / 3) < 1e-12
+    nothing = torch.zeros_like(objects)
+    assert float(attribution_loss(a, objects, nothing, relations=relations)) == 0
+
+
+@pytest.mark.parametrize("config", [{}, {"chunk_size": 3}])
+@pytest.mark.parametrize("composition", COMPOSITION_TOKENS)
+@pytest.mark.parametrize("method", ["attention", "perturbation"])
+def test_active_hinges_are_counted(micro, method, composition, config):
+    """What training logs is the hinge, counted by hand."""
+    fields = dict(attribution=method, attr_composition=composition, precision="fp32")
+    config = TrainConfig("cae", w_attr=1.0, **fields, **config).resolved()
+    batch = Collate(micro, config)(load_train_data("microworld", n=64).batch(range(8)))
+    images = micro.encode_image(micro.normalize(batch["images"]))
+    tokens = batch["tokens"][:8]
+    if method == "perturbation":
+        made = Perturbation(batch["tokens"][8:], batch["owner"], batch["where"])
+        a = perturbation_attribution(micro, images, tokens, made)
+    else:
+        a = text_attribution(micro, images, tokens, method)
+    counted = 0
+    for row in range(8):
+        objects = a[row][batch["objects"][row]]
+        composed = batch["composition"][row]
+        if not len(objects) or not composed.any():
+            continue
+        kinds = [composed]
+        if composition == "balanced":
+            relation = batch["relations"][row]
+            kinds = [composed & relation, composed & ~relation]
+        means = [float(a[row][kind].mean()) for kind in kinds if kind.any()]
+        counted += float(objects.mean()) > sum(means) / len(means)
+    _, logged = backward_loss(Accelerator(), Towers(micro), micro, batch, config)
+    assert int(logged["with_hinge"]) == counted
+    micro.clip.zero_grad()
 
 
 @pytest.mark.parametrize("method", ATTRIBUTIONS)

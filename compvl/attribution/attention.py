@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..core import CompvlError, pick
 
 # %% auto #0
-__all__ = ['SCORES', 'plain_attention', 'watched', 'as_found', 'relevance', 'wide', 'unit', 'image_features', 'score_scale']
+__all__ = ['HEADS', 'SCORES', 'plain_attention', 'watched', 'as_found', 'relevance', 'wide', 'unit', 'image_features',
+           'score_scale']
 
 # %% ../../nbs/lib/attribution/01_attention.ipynb #29841f33
 def plain_attention(blocks: Iterable[nn.Module]) -> bool:
@@ -114,14 +115,21 @@ def as_found(clip: nn.Module, evaluate: bool):
             module.grad_checkpointing = True
 
 # %% ../../nbs/lib/attribution/01_attention.ipynb #e5696c79
-def relevance(weights: Sequence[Tensor], grads: Sequence[Tensor], row: Tensor) -> Tensor:
-    """`row` [B, n] times R = (1 + Ē_last) ⋯ (1 + Ē_first).
+HEADS = {"mean": Tensor.mean, "sum": Tensor.sum}
 
-    `weights`, `grads`: [B, H, n, n] by layer from the first. Source: Chefer et al. 2021, equations
-    5 and 6."""
+
+def relevance(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], row: Tensor, heads: str = "mean"
+) -> Tensor:
+    """`row` [B, n] times R = (1 + Ē_last) ⋯ (1 + Ē_first): float [B, n].
+
+    `weights`, `grads`: [B, H, n, n] by layer from the first. Ē is the 'mean' over heads of the
+    positive part of gradient times weight, as in Chefer et al. 2021, equations 5 and 6, and in the
+    text of Li et al. 2024 (CAE), or their 'sum', as in CAE's Equation 7."""
+    over_heads = HEADS[pick(heads, HEADS, "heads")]
     result = row.to(weights[0].dtype)
     for weight, grad in zip(reversed(weights), reversed(grads), strict=True):
-        flow = (grad * weight).clamp(min=0).mean(1)
+        flow = over_heads((grad * weight).clamp(min=0), 1)
         result = result + (result[:, None] @ flow)[:, 0]
     return result
 

@@ -26,7 +26,7 @@ from ..text.writing import Edit, write
 
 # %% auto #0
 __all__ = ['Replacement', 'replacements', 'Perturbation', 'tokenize_replacements', 'perturbed_tokens', 'perturbation_scores',
-           'perturbation_attribution', 'caption_masks']
+           'perturbation_attribution', 'caption_masks', 'relation_mask']
 
 # %% ../../nbs/lib/attribution/03_replacements.ipynb #13864f27
 class Replacement(NamedTuple):
@@ -138,7 +138,9 @@ def perturbation_scores(
     """Mean over a token's replacements of S(T, sg(I)) − S(T_p, sg(I)), S the cosine.
 
     float [B, L], in [-2, 2], zero at tokens without replacement. Differentiable by `text` and
-    `perturbed`. Source: Li et al. 2024 (CAE)."""
+    `perturbed`. Source: Li et al. 2024 (CAE), Equation 9, whose mean is "across multiple
+    perturbation"; how many, the paper does not say. With one replacement of each concept the
+    estimate is unbiased, and a hinge of it is biased upward; more `draws` lower that bias."""
     image = unit(image.detach())
     text = unit(text)
     perturbed = unit(perturbed)
@@ -184,3 +186,11 @@ def caption_masks(
     objects = token_masks(captions, objects, tokenizer)
     composition = token_masks(captions, others, tokenizer)
     return objects, composition & ~objects
+
+
+def relation_mask(
+    captions: Sequence[str], tokenizer, parsed: Sequence[Parse] | None = None
+) -> Tensor:
+    """Tokens of relations, as the parser finds them: bool [B, L]; some may be of objects too."""
+    parsed = list(parse_many(captions) if parsed is None else parsed)
+    return token_masks(captions, [parse.spans("relation") for parse in parsed], tokenizer)

@@ -93,7 +93,7 @@ def _gradient_rows(forward: _Forward, scores: Tensor, create_graph: bool) -> lis
 
 
 def _gradcam_rows(
-    forward: _Forward, scores: Tensor, start_layer: int, create_graph: bool
+    forward: _Forward, scores: Tensor, start_layer: int, heads: str, create_graph: bool
 ) -> list[Tensor]:
     """EOT's row of R: [b, n] of each part."""
     kept = [layers[start_layer:] for layers in forward.weights]
@@ -101,7 +101,8 @@ def _gradcam_rows(
     grads = iter(torch.autograd.grad(scores.sum(), weights, create_graph=create_graph))
     rows = []
     for layers, eot, n in zip(kept, forward.eot, forward.lengths, strict=True):
-        rows.append(relevance(layers, [next(grads) for _ in layers], F.one_hot(eot, n)))
+        of_part = [next(grads) for _ in layers]
+        rows.append(relevance(layers, of_part, F.one_hot(eot, n), heads))
     return rows
 
 # %% ../../nbs/lib/attribution/02_tokens.ipynb #9a63388d
@@ -123,6 +124,8 @@ def text_attribution(
     features: bool = False,  # return text features too
     score: str = "logit",  # what is explained, one of `SCORES`
     start_layer: int = 0,  # attention and gradcam: the first layer; -1: the last alone
+    *,
+    heads: str = "mean",  # gradcam: how a layer joins its heads, one of `HEADS`
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attribution of each token in the score of image and caption: float [B, L], 0 behind EOT.
 
@@ -132,7 +135,8 @@ def text_attribution(
 
     With `create_graph` the model runs in the mode it is in; else it runs in eval mode, and no graph
     is kept. The model is left as found. No gradient reaches the logit scale. Li et al. read all
-    layers (`start_layer` 0); Chefer et al.'s notebook for CLIP takes the last alone (-1).
+    layers (`start_layer` 0); Chefer et al.'s notebook for CLIP takes the last alone (-1). The
+    text of Li et al. averages GradCAM over heads; their Equation 7 has a sum ('sum').
 
     Raises CompvlError for a text tower that is not open_clip's causal transformer, for shapes that
     do not go together, for the logit of a model without logit scale, and for a layer that is not
@@ -159,7 +163,7 @@ def text_attribution(
             elif method == "gradient":
                 rows = _gradient_rows(forward, scores, create_graph)
             else:
-                rows = _gradcam_rows(forward, scores, start_layer, create_graph)
+                rows = _gradcam_rows(forward, scores, start_layer, heads, create_graph)
         padded = [F.pad(row, (0, tokens.shape[1] - row.shape[1])) for row in rows]
         back = forward.order.argsort()
         attribution = wide(torch.cat(padded))[back]

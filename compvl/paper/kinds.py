@@ -110,7 +110,7 @@ def kind_attributions(
 ) -> pd.DataFrame:
     """Mean attribution of each caption's tokens by kind, in the logit of image and caption.
 
-    (Gradient: in the cosine; perturbation: over tokens that a replacement touched.) A row for each
+    (By perturbation: over tokens that a replacement touched.) A row for each
     method and caption, with columns `item` (the caption's number), `method` and `CONCEPT_KINDS`;
     NaN where the caption has nothing of the kind or the context cuts it off. Each distinct image is
     encoded once. Raises CompvlError for lists of unequal length, an image that cannot be read, and

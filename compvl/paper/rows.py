@@ -226,6 +226,21 @@ _OF_COSINE = replace(
     train=dict(method="cae", attribution="gradient", attribution_score="cosine"),
     zoo="",
 )
+
+
+def _ablated(composition: str, title: str, color: str, marker: str) -> Row:
+    """CLIP-CAE by attention with another A_comp, one of `COMPOSITION_TOKENS`."""
+    return Row(
+        f"cae-attention-{composition}",
+        f"CLIP-CAE ({title})",
+        "A_comp by other tokens (not in the published table)",
+        train=dict(method="cae", attr_composition=composition, **_ATTENTION),
+        recipe="cae",
+        color=color,
+        marker=marker,
+    )
+
+
 _CAE_ROWS = [
     Row(
         "sds-clip",
@@ -252,6 +267,8 @@ _CAE_ROWS = [
         color="#a08c00",
         marker="*",
     ),
+    _ablated("relations", "relations alone", "#D55E00", "<"),
+    _ablated("balanced", "balanced means", "#8a3d66", "<"),
 ]
 
 # %% ../../nbs/lib/paper/04_rows.ipynb #d9ac6c65

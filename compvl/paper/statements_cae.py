@@ -73,9 +73,7 @@ def _more_even(method: str) -> Stored:
     label = ROWS[f"cae-{method}"].label
     where = dict(model=label, attribution=method, kind="relation")
     scale = 1.0 if method == "perturbation" else 100.0
-    return Stored(
-        "05_attribution_changes", f"{label} − CLIP-FT, {method}", where, -1, scale=scale, seeds=1
-    )
+    return Stored("05_attribution_changes", f"{label} − CLIP-FT, {method}", where, -1, scale=scale)
 
 
 def _right_by_relations(method: str) -> Stored:
@@ -143,8 +141,8 @@ _ATTRIBUTION = [
         kind="premise",
         unit="hundredths",
         why=(
-            "L_attr compares objects with the mean of relations and attributes. Most of what "
-            "objects lose goes to attributes."
+            "L_attr compares objects with the mean of relations and attributes together, and says "
+            "nothing of relations alone."
         ),
     ),
     Statement(

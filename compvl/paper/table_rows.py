@@ -86,7 +86,11 @@ CAE_TABLE4 = [
     _CLIP_CAE,
     *(replace(row, group=_OTHER_ATTRIBUTIONS) for row in _ATTRIBUTIONS[1:]),
 ]
-CAE_TABLE5 = [replace(row, group="") for row in (_CLIP, ROWS["attr-only"], _CLIP_FT, _CLIP_CAE)]
+_PUBLISHED_ABLATION = [_CLIP, ROWS["attr-only"], _CLIP_FT, _CLIP_CAE]
+CAE_TABLE5 = [
+    *(replace(row, group="") for row in _PUBLISHED_ABLATION),
+    *rows("cae-attention-relations", "cae-attention-balanced"),
+]
 
 # %% ../../nbs/lib/paper/04b_table_rows.ipynb #350b7142
 TCL_TABLE2 = rows(

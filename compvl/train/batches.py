@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from compvl.attribution.replacements import (
     caption_masks,
     perturbed_tokens,
+    relation_mask,
     replacements,
     tokenize_replacements,
 )
@@ -121,9 +122,9 @@ class Collate:
     `hard_negative_rows`, `hard_positive_rows` (int64, empty where no term needs them).
     With bags of K captions, or K units of each: `bag_size` (K), `bag_rows` and `bag_negative_rows`
     (int64, below B K).
-    With attribution: `objects`, `composition` (bool [B, L]), and by perturbation `owner`, `where`
-    (see `tokenize_replacements`). With `mask_same_image`: `groups` (int64 [B]). With counterparts:
-    `present` (bool [B])."""
+    With attribution: `objects`, `composition` (bool [B, L]), with balanced means `relations` (bool
+    [B, L]), and by perturbation `owner`, `where` (see `tokenize_replacements`). With
+    `mask_same_image`: `groups` (int64 [B]). With counterparts: `present` (bool [B])."""
 
     def __init__(self, model, config: TrainConfig, words: Sequence[str] | None = None):
         self.config = config
@@ -213,9 +214,12 @@ class Collate:
         """Add the masks of object tokens and of relation and attribute tokens to the batch.
 
         By perturbation, each object, relation and attribute of a caption is replaced once:
-        returns these captions' tokens in a list, and masks have only tokens that were replaced."""
+        returns these captions' tokens in a list, and masks have only tokens that were replaced.
+        The paper takes the mean across multiple perturbations of a token, and does not say how
+        many (Li et al. 2024, Equation 9)."""
         parses = list(parse_many(captions))
         objects, composition = caption_masks(captions, self.tokens.tokenizer, parses)
+        composition = self._composition(captions, parses, composition, batch)
         batch.update(objects=objects, composition=composition)
         if self.config.attribution != "perturbation":
             return []
@@ -230,6 +234,16 @@ class Collate:
         batch.update(objects=objects & touched, composition=composition & touched)
         batch.update(owner=perturbed.owner, where=perturbed.where)
         return [perturbed.tokens]
+
+    def _composition(self, captions, parses, composition, batch) -> Tensor:
+        "Tokens that L_attr raises (see `COMPOSITION_TOKENS`); adds `relations` where balanced."
+        if self.config.attr_composition == "all":
+            return composition
+        relations = relation_mask(captions, self.tokens.tokenizer, parses)
+        if self.config.attr_composition == "relations":
+            return composition & relations
+        batch["relations"] = relations
+        return composition
 
 # %% ../../nbs/lib/train/04_batches.ipynb #a11a609a
 def _offer(entry, waiting: queue.Queue, stop: threading.Event):

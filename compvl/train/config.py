@@ -15,7 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from ..attribution.attention import SCORES
 from ..attribution.tokens import ATTRIBUTIONS
 from ..core import CompvlError, pick
-from .terms import TERMS
+from .terms import COMPOSITION_TOKENS, TERMS
 
 # %% ../../nbs/lib/train/02_config.ipynb #f13dce8a
 METHODS: dict[str, dict] = {}  # name -> fields of `TrainConfig`
@@ -121,6 +121,7 @@ class TrainConfig:
     w_mil: float | None = None  # weight of the losses over bags of captions (data with `dense`)
     w_sds: float | None = None  # weight of L_SDS; where it has one, only LayerNorms are trained
     teacher: str | None = None  # file of the diffusion model for L_SDS; None: the shipped one
+    attr_composition: str = "all"  # A_comp in L_attr, one of `COMPOSITION_TOKENS`
     attr_margin: float = 0.0  # margin of L_attr, in units of `attribution_score`
     negatives_in_batch: bool | None = None  # hard negatives join the image-to-text denominators
     alternatives: int | None = None  # k nearest images, one of which joins an item (NegCLIP: 3)
@@ -220,6 +221,7 @@ def check_terms(config: TrainConfig):
     if config.attribution is not None:
         pick(config.attribution, ATTRIBUTIONS, "attribution")
         pick(config.attribution_score, SCORES, "attribution_score")
+        pick(config.attr_composition, COMPOSITION_TOKENS, "attr_composition")
     elif may_need(config, "attribution"):
         raise CompvlError(
             f"the term L_attr needs an attribution: choose one of {', '.join(ATTRIBUTIONS)}"

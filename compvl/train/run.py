@@ -62,6 +62,8 @@ def unused_fields(config) -> list[str]:
         unused += ["lora_rank", "lora_alpha"]
     if not config.w_attr and config.w_itc == 1:
         unused += ["w_itc", "attribution", "attribution_score", "w_attr", "attr_margin"]
+    if not config.w_attr or config.attr_composition == "all":
+        unused += ["attr_composition"]
     if not config.w_mil:
         unused += ["w_mil"]
     if not config.w_sds:
@@ -170,7 +172,8 @@ class Run:
 
         Columns: lr, loss, its parts before their weights (itc, hn, hp, …), logit_scale, the number
         of items that have what a term needs (with_hn, with_hp, with_mil, with_units, with_triplet,
-        with_attr; micro-batches added), samples_per_s."""
+        with_attr) and of captions with an active hinge in L_attr (with_hinge; micro-batches
+        added), samples_per_s."""
         return read_metrics(self.folder)
 
     @property

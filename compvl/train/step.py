@@ -21,7 +21,14 @@ from ..models.clip import Model
 from ..models.diffusion import Diffusion
 from .config import TrainConfig
 from .sds import sds_head, sds_loss
-from .terms import Features, active_terms, attributable, needed, total_loss
+from compvl.train.terms import (
+    Features,
+    active_terms,
+    attributable,
+    count_hinges,
+    needed,
+    total_loss,
+)
 
 # %% ../../nbs/lib/train/07_step.ipynb #4e0d29bb
 def attention_kernel(device: torch.device):
@@ -149,7 +156,9 @@ def unpack_batch(
 
 # %% ../../nbs/lib/train/07_step.ipynb #e02be210
 def count_items(features: Features, config: TrainConfig) -> dict[str, Tensor]:
-    """How many items of a micro-batch have what the terms need: {column: int64 scalar}."""
+    """How many items of a micro-batch have what the terms need: {column: int64 scalar}.
+
+    `with_hinge`: how many captions have an active hinge in L_attr."""
     counts = dict(
         with_hn=features.has_hard_negative.sum(), with_hp=features.has_hard_positive.sum()
     )
@@ -162,6 +171,7 @@ def count_items(features: Features, config: TrainConfig) -> dict[str, Tensor]:
         counts["with_triplet"] = features.present.chunk(2)[1].sum()
     if "attribution" in needs:
         counts["with_attr"] = attributable(features.batch).sum()
+        counts["with_hinge"] = count_hinges(features, config)
     return counts
 
 
@@ -177,7 +187,8 @@ def feature_loss(
     """The loss of a micro-batch from what `Towers` returns, and what is logged of it.
 
     Logged: the parts of the loss, the logit scale, and how many items have hard negatives, hard
-    positives, bags, units, counterparts, and both an object and a relation or attribute."""
+    positives, bags, units, counterparts, both an object and a relation or attribute, and an active
+    hinge in L_attr."""
     features = unpack_batch(images, texts, scale, token_attributions, distillation, batch)
     loss, parts = total_loss(features, config)
     return loss, {**parts, "logit_scale": scale.detach(), **count_items(features, config)}
@@ -298,20 +309,26 @@ class ChunkedBackward:
                 if k == last:
                     carried = carried + scale * scale_gradient
                 if attribution:
-                    for name, weight, part in self.text_pass_terms(items, outputs, n):
+                    captions = self.text_pass_features(items, outputs, n)
+                    for name, weight, part in self.text_pass_terms(captions):
                         carried = carried + weight * part
                         loss = loss + weight * part.detach()
                         logged[name] = logged[name] + part.detach()
+                    active = count_hinges(captions, self.config)
+                    logged["with_hinge"] = logged["with_hinge"] + active
                 self.accelerator.backward(carried)
         return loss, logged
 
-    def text_pass_terms(self, items: slice, outputs: tuple, n: Tensor):
-        """Name, weight and value of each term that needs attributions, for the items of a chunk.
+    def text_pass_features(self, items: slice, outputs: tuple, n: Tensor) -> Features:
+        """The features of a chunk's captions, with attributions.
 
         `n`: how many captions of the global batch are attributable."""
         images, texts, scale, token_attributions, _ = outputs
-        rows = {name: self.batch[name][items] for name in ("objects", "composition")}
-        features = Features(
+        rows = {}
+        for name in ("objects", "composition", "relations"):
+            if name in self.batch:
+                rows[name] = self.batch[name][items]
+        return Features(
             images,
             texts[: len(images)],
             scale,
@@ -319,6 +336,9 @@ class ChunkedBackward:
             global_attributable=n,
             batch=rows,
         )
+
+    def text_pass_terms(self, features: Features):
+        """Name, weight and value of each term that needs attributions, for a chunk's captions."""
         for term, weight in active_terms(self.config):
             if "attribution" in term.needs:
                 yield term.name, weight, term.compute(features, self.config)
