@@ -137,9 +137,9 @@ _PAPER["precision"] = "bf16"
 
 # %% ../../nbs/lib/paper/01_profiles.ipynb #ffe80c95
 _W_ATTR = {
-    "attention": 10.0,
-    "gradcam": 1.0,
-    "perturbation": 1.0,
+    "attention": 1.0,
+    "gradcam": 0.03,
+    "perturbation": 0.3,
     "gradient": 1.0,
     "gradient-cosine": 1.0,
 }
