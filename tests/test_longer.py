@@ -1,0 +1,33 @@
+"""The table of longer training is what the pieces of micro-full say."""
+
+from dataclasses import replace
+
+import pytest
+
+from compvl.core import data_dir, read_csv
+from compvl.paper import pieces
+from compvl.paper.evaluation import results
+from compvl.paper.profiles import get_profile
+from compvl.paper.rows import rows
+
+FOLDER = data_dir() / "results/micro-full"
+WHERE = ["method", "benchmark", "group", "metric"]
+
+
+def test_figures_follow_from_the_kept_scores(monkeypatch, tmp_path):
+    def refuse(*args, **options):
+        raise AssertionError("the scores of a piece are missing: it would be trained")
+
+    monkeypatch.setenv("COMPVL_PIECES", str(FOLDER / "pieces"))
+    monkeypatch.setattr(pieces, "finished_model", refuse)
+    profile = replace(get_profile("micro-full"), seeds=(0,))
+    names = ["replace-attributes"]
+    found = results(rows("hn", "hp+hn"), names, profile, tmp_path, "again", progress=False)
+    found.check()
+    committed = read_csv(FOLDER / "longer.csv").set_index(WHERE)
+    again = found.summary().set_index(WHERE)
+    shared = committed.index.intersection(again.index)
+    assert len(shared) >= 2 * 3
+    for place in shared:
+        for column in ("value", "lo", "hi"):
+            assert again.loc[place, column] == pytest.approx(committed.loc[place, column])
