@@ -117,7 +117,7 @@ class Reference:
     def gradient(self):
         (grad,) = torch.autograd.grad(self.S, self.x, retain_graph=True)
         grad = grad.abs().sum(1)[: self.eot + 1]
-        return F.pad(grad.exp() / grad.exp().sum(), (0, len(self.x) - self.eot - 1))
+        return F.pad(grad.softmax(0), (0, len(self.x) - self.eot - 1))
 
     def gradcam(self):
         self.grads.clear()
@@ -203,7 +203,8 @@ def test_equals_reference(model, method):
         got = text_attribution(model, images, tokens, method, create_graph=graph)
         assert got.shape == want.shape
         assert got.requires_grad == graph
-        assert (got - want).abs().max() < 1e-5
+        # float32, and a softmax of gradients in the hundreds
+        assert (got - want).abs().max() < (1e-3 if method == "gradient" else 1e-5)
     if method == "gradcam":  # the part that the score decides, in proportion
         eot = eot_positions(model.clip, tokens)[:3]
         a = got.detach()[:3].scatter(1, eot[:, None], 0)
@@ -327,7 +328,7 @@ def test_gradient_by_finite_differences():
             above = Reference(clip, image, tokens, x + step).S
             below = Reference(clip, image, tokens, x - step).S
             sums[k] += ((above - below) / (2 * h)).abs().detach()
-        got = text_attribution(clip, image[None], tokens[None], "gradient")[0]
+        got = text_attribution(clip, image[None], tokens[None], "gradient", score="cosine")[0]
         assert torch.allclose(got[: eot + 1], sums.softmax(0), atol=1e-8)
 
 
