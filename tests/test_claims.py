@@ -87,7 +87,7 @@ def test_signs_agree_with_the_published_differences():
     _, evidence = make_ledger(Store(None, PROFILES[0]))
     is_published = evidence.published.abs().gt(1e-9)
     known = evidence[is_published & (evidence.verdict == "reproduced")]
-    assert len(known) > 20
+    assert len(known) > 10
     assert ((known.difference > 0) == (known.published > 0)).all()
 
 
@@ -99,7 +99,7 @@ def test_a_finding_that_is_gone_is_an_error(tmp_path):
     others = kept[kept.test != test.test]
     assert len(others) == len(kept) - 1
     others.to_csv(tmp_path / "tables/01_brittleness_contrasts.csv", index=False)
-    with pytest.raises(CompvlError, match=test.test):
+    with pytest.raises(CompvlError, match=re.escape(test.test)):
         make_ledger(Store(tmp_path, "micro"))
 
 

@@ -54,14 +54,12 @@ def test_another_figure_in_the_notebook(copy):
         o["data"]
         for c in nb["cells"]
         for o in c.get("outputs", [])
-        if "reproduced" in "".join(o.get("data", {}).get("text/markdown", ""))
+        if "**opposite**" in "".join(o.get("data", {}).get("text/markdown", ""))
     )
-    said["text/markdown"] = "".join(said["text/markdown"]).replace(
-        "**undecided**", "**reproduced**"
-    )
+    said["text/markdown"] = "".join(said["text/markdown"]).replace("**opposite**", "**reproduced**")
     path.write_text(json.dumps(nb))
     problems, _, _ = notebook(path, root)
-    assert any("undecided" in p for p in problems)
+    assert any("opposite" in p for p in problems)
 
 
 def test_rows_of_a_table():
