@@ -26,7 +26,6 @@ from compvl.paper.runs import run_config
 from compvl.paper.table_rows import HP_TABLE1
 
 FOLDER = data_dir() / "results/micro-full"
-METRICS = ("orig_acc", "aug_acc", "brittleness")
 PAIRS = [
     ("clip", "clip-coco"),
     ("clip", "hn"),
@@ -62,7 +61,7 @@ def main(seed: int):
         found = results(rows, TRIPLET_BENCHMARKS, profile, Path(out), "longer")
         found.check()
     summary = found.summary()
-    summary = summary[summary.metric.isin(METRICS)]
+    summary = summary[summary.metric.isin({column.metric for column in ACCURACY})]
     write(
         summary[["method", "benchmark", "group", "metric", "value", "lo", "hi", "n"]], "longer.csv"
     )

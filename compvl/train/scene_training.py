@@ -16,7 +16,7 @@ from torch import Tensor
 from ..models.scene_network import SceneNetwork
 from .batches import step_indices
 from .config import computes_bf16
-from .optimizer import learning_rate
+from .optimizer import adamw, learning_rate
 from .step import attention_kernel
 from .steps import Trainee
 
@@ -25,7 +25,7 @@ class SceneTraining:
     """A network of the microworld with its data and its optimizer.
 
     The config has `seed`, `steps`, `batch_size`, `n_train`, `lr`, `warmup`, `weight_decay`, `betas`
-    and `eps`; weights decay in matrices alone."""
+    and `eps`."""
 
     def __init__(self, cfg, net: SceneNetwork, data, tokenizer, device: torch.device):
         self.cfg = cfg
@@ -33,15 +33,7 @@ class SceneTraining:
         self.data = data
         self.tokenizer = tokenizer
         self.device = device
-        matrices = [parameter for parameter in net.parameters() if parameter.ndim > 1]
-        others = [parameter for parameter in net.parameters() if parameter.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": cfg.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True
-        )
+        self.optimizer = adamw(net.named_parameters(), cfg, device)
 
     def losses(self, images: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """The losses of a batch; "loss" is their sum.
@@ -79,7 +71,7 @@ class SceneTraining:
         return row | self.after(step + 1)
 
     def trainee(self, fields: dict, folder: Path) -> Trainee:
-        """What `train_steps` trains: a config.s fields for the record, the folder of its run."""
+        """What `train_steps` trains, with `fields` of the config for the record, in `folder`."""
         about = dict(fields)
         about["train_data"] = self.data.describe()
         about["vocabulary"] = len(self.net.text.vocabulary)
