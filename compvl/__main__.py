@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../nbs/lib/app/13_main.ipynb #main0003
-if __name__ == "__main__" and "ipykernel" not in __import__("sys").modules:
+if __name__ == "__main__" and "__file__" in globals():  # a notebook has no file
     from compvl.app.cli import main
 
     main()

@@ -26,6 +26,9 @@ _SETTING = frozenset(
     body""".split()
 )
 
+# Nouns that name the picture itself.
+_DEPICTIONS = frozenset("picture photo photograph image drawing".split())
+
 # Families of the lexicon whose nouns name no things either.
 _ABSTRACT_FAMILIES = ("position", "time", "portion")
 
@@ -179,14 +182,30 @@ class Reading:
             return not self.words.symmetric(part)
         return relation.kind == "action" and _MUTUAL.isdisjoint(relation.text.lower().split())
 
+    def _is_depiction(self, i: int) -> bool:
+        """Whether object `i` is the picture itself."""
+        return singular(self.parsed.objects[i].text) in _DEPICTIONS
+
+    def _only_depicts(self, relation: Relation) -> bool:
+        """Whether a relation only says what the picture shows.
+
+        So do *a picture of a door …* at the start and *… a door in the picture*: they hold of all
+        of the caption, whichever object they stand next to.
+        """
+        text = relation.text.lower()
+        if text == "of":
+            return relation.subject == 0 and self._is_depiction(0)
+        return text == "in" and relation.object is not None and self._is_depiction(relation.object)
+
     @cached_property
     def graph(self) -> SceneGraph:
-        """The scene graph of the caption."""
+        """The scene graph of the caption, without what only says that it is a picture."""
+        told = [r for r in self.parsed.relations if not self._only_depicts(r)]
         return SceneGraph(
             objects=self.keys,
             several=self.several,
             attributes=[(a.object, a.text) for a in self.parsed.attributes],
-            relations=[(r.subject, r.text, r.object) for r in self.parsed.relations],
+            relations=[(r.subject, r.text, r.object) for r in told],
             lists=self.lists,
         )
 
