@@ -389,7 +389,11 @@ def token_masks(
     for text, of_text in zip(texts, spans, strict=True):
         _check_spans(text, of_text)
     _, rows, length = _rows(texts, tokenizer, context_length)
-    masks = []
-    for row, of_text in zip(rows, spans, strict=True):
-        masks.append([any(_overlap(place, span) for span in of_text) for place in row])
-    return torch.tensor(masks, dtype=torch.bool).reshape(-1, length)
+    most = max([1, *map(len, spans)])
+    padded = [[*of_text, *[(0, 0)] * (most - len(of_text))] for of_text in spans]
+    places = torch.tensor(rows, dtype=torch.long).reshape(-1, length, 1, 2)
+    wanted = torch.tensor(padded, dtype=torch.long).reshape(-1, 1, most, 2)
+    starts_before_end = places[..., 0] < wanted[..., 1]
+    ends_after_start = wanted[..., 0] < places[..., 1]
+    is_empty = wanted[..., 0] == wanted[..., 1]
+    return (starts_before_end & ends_after_start & ~is_empty).any(dim=-1)
