@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 from ..core import CompvlError
 from .parallel import batched, compute_ahead, processes, share, together
-from .pictures import pixels_key, result_or_error, scene_key
+from .pictures import pixels_key, rendered_scenes, result_or_error, scene_key
 from .store import FeatureStore, content_key, embeddings_folder
 from ..images import open_image
 from ..metrics import retrieval_ranks
@@ -63,7 +64,7 @@ class CrossEmbedder:
         self,
         scorer,  # a `compvl.models.pairs.PairScorer`
         cache=None,  # folder for scores; True: `cache_dir()/'embeddings'`; None: memory only
-        batch_size: int | None = None,  # pairs a batch, default 32
+        batch_size: int | None = None,  # pairs a batch, default the scorer's own, else 32
         workers: int = 4,  # threads that decode image files
         progress: bool = True,  # show progress bars
     ):
@@ -71,7 +72,7 @@ class CrossEmbedder:
         self.name = scorer.name
         self.workers = workers
         self.progress = progress
-        self.batch_size = batch_size or 32
+        self.batch_size = batch_size or getattr(scorer, "batch_size", 32)
         self.fingerprint = scorer.fingerprint()
         self.image_size = getattr(scorer, "image_size", 224)
         self.match_threshold = getattr(scorer, "match_threshold", None)
@@ -158,11 +159,24 @@ class CrossEmbedder:
         for _, run in groupby(pairs, lambda pair: self.image_keys[pair.image]):
             runs.append(list(run))
         images = [run[0].image for run in runs]
-        read = partial(open_image, size=self.image_size)
-        pictures = compute_ahead(pool, read, images, 2 * self.batch_size)
-        for run, picture in zip(runs, pictures, strict=True):
+        for run, picture in zip(runs, self._pictures(images, pool), strict=True):
             for pair in run:
                 yield pair.key, picture, pair.caption
+
+    def _pictures(self, images: list, pool: Executor) -> Iterator:
+        """The pictures of images: files are decoded ahead, scenes drawn many at a time."""
+        files = [image for image in images if not isinstance(image, Scene)]
+        decoded = iter(compute_ahead(pool, open_image, files, 64))
+        for part in batched(images, 256):
+            scenes = [image for image in part if isinstance(image, Scene)]
+            drawn = iter(self._drawn(scenes) if scenes else ())
+            for image in part:
+                yield next(drawn if isinstance(image, Scene) else decoded)
+
+    def _drawn(self, scenes: list[Scene]) -> list[Image.Image]:
+        keys = [self.image_keys[scene] for scene in scenes]
+        pixels = rendered_scenes(keys, scenes, self.image_size)
+        return [Image.fromarray(picture) for picture in pixels.permute(0, 2, 3, 1).numpy()]
 
     def _matrix(self, images: Sequence, captions: Sequence[str], desc: str) -> Tensor:
         """Scores [images, captions] of every image with every caption."""

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..core import CompvlError, pick
+from ..core import CompvlError, config_hash, pick
 from .captions import PLAIN_WORDS, Caption, caption
 from .changed_scenes import changed_scene
 from .dense_captions import expansion, region_captions
@@ -177,6 +177,13 @@ def with_seen_words(text: str | None) -> str | None:
 
 # %% ../../nbs/lib/microworld/13_datasets.ipynb #da0791c1
 _TRIES = 4  # hard negatives for which a counterpart is sought
+_MOST_TEXTS = 1 << 15  # items whose texts are remembered, 0.4 kB each
+
+
+@lru_cache(maxsize=4)
+def _texts_of(data: str) -> dict[tuple[int, int], tuple]:
+    """(epoch, item) -> texts of the data of this hash: many runs of a process train on the same."""
+    return {}
 
 
 class FinetuneSet(PretrainSet):
@@ -219,6 +226,13 @@ class FinetuneSet(PretrainSet):
         self.dense = dense
         self.bag_size = bag
         self.counterparts = counterparts
+        self._known = _texts_of(config_hash(self.describe()))
+
+    def validation(self, n: int) -> "FinetuneSet":
+        """n items of the same kind, of scenes that are for validation."""
+        other = super().validation(n)
+        other._known = _texts_of(config_hash(other.describe()))
+        return other
 
     def describe(self) -> dict:
         """What the data is, for a run's config."""
@@ -232,6 +246,15 @@ class FinetuneSet(PretrainSet):
 
     def texts(self, i: int) -> tuple[str, str | None, str | None]:
         """Caption, hard negative and hard positive (or None) of item i in this epoch."""
+        at = (self.epoch, i)
+        texts = self._known.get(at)
+        if texts is None:
+            texts = self._make_texts(i)
+            if len(self._known) < _MOST_TEXTS:
+                self._known[at] = texts
+        return texts
+
+    def _make_texts(self, i: int) -> tuple[str, str | None, str | None]:
         scene, described, rng = self._draw(i)
         negative = self.supervision.negative(scene, described, rng)
         positive = self.supervision.positive(scene, described, rng)
