@@ -112,13 +112,13 @@ _MICRO = dict(
     pretrained="base",
     data="microworld",
     n_train=12_000,
-    steps=100,
+    steps=200,
     batch_size=128,
     lr=2e-4,
     warmup=25,
     weight_decay=0.2,
     precision="auto",
-    validate_every=20,
+    validate_every=40,
     n_validation=1000,
 )
 _SMOKE = _MICRO | dict(
