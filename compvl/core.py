@@ -270,7 +270,10 @@ def git_commit() -> str:
 
 # %% ../nbs/lib/01_core.ipynb #2ce6c4b3
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Processor cores that this process may use: `$COMPVL_CORES`, or else all that it has."""
+    share = os.environ.get("COMPVL_CORES", "")
+    if share.isdigit() and int(share) > 0:
+        return int(share)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

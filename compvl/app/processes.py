@@ -45,7 +45,7 @@ class NotebookProcess:
 
     def __init__(
         self,
-        threads: int,  # for its computations, unless `$OMP_NUM_THREADS` is set
+        threads: int,  # cores for its computations, unless the environment states them
         path: Path,
         profile: str,
         parameters: dict,
@@ -61,7 +61,7 @@ class NotebookProcess:
             [sys.executable, "-c", _PROGRAM, arguments],
             stdin=subprocess.DEVNULL,
             stdout=self.printed,
-            env={"OMP_NUM_THREADS": str(threads)} | os.environ,
+            env={name: str(threads) for name in ("OMP_NUM_THREADS", "COMPVL_CORES")} | os.environ,
             start_new_session=True,
         )
 
