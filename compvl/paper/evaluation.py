@@ -8,6 +8,7 @@ __all__ = ['results', 'row_models', 'learning_curves']
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #07cfa59f
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -35,7 +36,8 @@ from .progress import Screen
 from .results import Results, derived_figures
 from .rows import Row
 from .runs import finished_model, row_model, run_config, seeds_of
-from .training import steps_of, train_ahead
+from .training import is_being_trained, steps_of, train_ahead
+from ..train.config import TrainConfig
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #89530e9b
 def _bound_table(
@@ -111,6 +113,17 @@ def _write_csv(table: pd.DataFrame, out: Path, name: str):
         table.to_csv(tmp, index=False)
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #03116d50
+def _is_trained_elsewhere(row: Row, seed: int, profile: Profile, out: Path) -> bool:
+    """Whether another process, such as another notebook, is training a row at the moment."""
+    if open_pieces():
+        return False
+    try:
+        config = run_config(row, profile, seed)
+    except CompvlError:
+        return False
+    return isinstance(config, TrainConfig) and is_being_trained(config, _runs_folder(out))
+
+
 def _evaluate_rows(
     res: Results,
     todo: list[tuple[Row, int]],  # rows and seeds
@@ -122,12 +135,21 @@ def _evaluate_rows(
     """Train and evaluate rows and seeds, and add their figures and scores to the results."""
     profile = res.profile
     ahead = train_ahead(todo, profile, _runs_folder(out), bar, name)
-    tables = []
-    for number, (row, seed) in enumerate(todo, 1):
+    tables = {}  # number in `todo` -> table
+    waiting = deque(range(len(todo)))
+    postponed = set()
+    while waiting:
+        number = waiting.popleft()
+        row, seed = todo[number]
         if row.key in res.problems:
             continue
+        if number not in postponed and waiting and _is_trained_elsewhere(row, seed, profile, out):
+            postponed.add(number)
+            waiting.append(number)
+            continue
         at = (row.key, seed)
-        bar.set_description(f"{name} {number}/{len(todo)}: {row.label}, seed {seed}")
+        done = f"{len(tables) + 1}/{len(todo)}"
+        bar.set_description(f"{name} {done}: {row.label}, seed {seed}")
         start = bar.n - steps[at] if at in ahead else bar.n
         try:
             if ahead.get(at):
@@ -140,10 +162,11 @@ def _evaluate_rows(
             continue
         finally:
             bar.update(max(0, steps[at] - (bar.n - start)))  # a run that was there, or resumed
-        tables.append(table)
+        tables[number] = table
         if scores:
             res.scores.setdefault(row.key, {})[seed] = scores
-        res.table = pd.concat([table for table in tables if len(table)], ignore_index=True)
+        in_order = [tables[number] for number in sorted(tables) if len(tables[number])]
+        res.table = pd.concat(in_order, ignore_index=True)
         _write_csv(res.table, out, name)
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #6b5c2a80
