@@ -57,11 +57,12 @@ class NotebookProcess:
         # SIM115: it is closed when the result is read
         self.printed = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
         arguments = json.dumps([str(path), profile, parameters, str(out)])
+        share = {"OMP_NUM_THREADS": str(threads), "COMPVL_CORES": str(threads)}
         self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, arguments],
             stdin=subprocess.DEVNULL,
             stdout=self.printed,
-            env={name: str(threads) for name in ("OMP_NUM_THREADS", "COMPVL_CORES")} | os.environ,
+            env=share | os.environ,
             start_new_session=True,
         )
 

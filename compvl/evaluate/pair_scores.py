@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 from ..core import CompvlError
 from .parallel import batched, compute_ahead, processes, share, together
-from .pictures import pixels_key, rendered_scenes, result_or_error, scene_key
+from .pictures import pixels_key, result_or_error, scene_key, scene_pictures
 from .store import FeatureStore, content_key, embeddings_folder
 from ..images import open_image
 from ..metrics import retrieval_ranks
@@ -169,14 +168,10 @@ class CrossEmbedder:
         decoded = iter(compute_ahead(pool, open_image, files, 64))
         for part in batched(images, 256):
             scenes = [image for image in part if isinstance(image, Scene)]
-            drawn = iter(self._drawn(scenes) if scenes else ())
+            keys = [self.image_keys[scene] for scene in scenes]
+            drawn = iter(scene_pictures(keys, scenes, self.image_size) if scenes else ())
             for image in part:
                 yield next(drawn if isinstance(image, Scene) else decoded)
-
-    def _drawn(self, scenes: list[Scene]) -> list[Image.Image]:
-        keys = [self.image_keys[scene] for scene in scenes]
-        pixels = rendered_scenes(keys, scenes, self.image_size)
-        return [Image.fromarray(picture) for picture in pixels.permute(0, 2, 3, 1).numpy()]
 
     def _matrix(self, images: Sequence, captions: Sequence[str], desc: str) -> Tensor:
         """Scores [images, captions] of every image with every caption."""

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rendered_scenes', 'scene_key', 'pixels_key', 'file_key', 'image_content_key', 'result_or_error', 'RenderedScenes',
-           'ImageLoader']
+           'scene_pictures', 'ImageLoader']
 
 # %% ../../nbs/lib/evaluate/03_pictures.ipynb #5a3e1563
 import hashlib
@@ -110,6 +110,12 @@ class RenderedScenes:
 
 rendered_scenes = RenderedScenes()  # of this process
 
+
+def scene_pictures(keys: Sequence[bytes], scenes: Sequence[Scene], size: int) -> list[Image.Image]:
+    """The scenes of these keys as pictures of `size` pixels."""
+    pixels = rendered_scenes(keys, scenes, size).permute(0, 2, 3, 1).numpy()
+    return [Image.fromarray(picture) for picture in pixels]
+
 # %% ../../nbs/lib/evaluate/03_pictures.ipynb #7d1db3fa
 def _split_preprocess(preprocess) -> tuple:
     """The steps before `ToTensor`, and `Normalize`; (None, None) for another preprocessing."""
@@ -165,6 +171,5 @@ class ImageLoader:
         if self.model.can_normalize:
             return self.model.normalize(rendered_scenes(keys, scenes, self.model.image_size))
         size = self.model.image_size or 224
-        pictures = rendered_scenes(keys, scenes, size).permute(0, 2, 3, 1).numpy()
-        inputs = [self.model.preprocess(Image.fromarray(picture)) for picture in pictures]
+        inputs = [self.model.preprocess(picture) for picture in scene_pictures(keys, scenes, size)]
         return torch.stack(inputs).to(self.model.device)

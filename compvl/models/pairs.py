@@ -20,8 +20,8 @@ class PairScorer(Protocol):
     """What scores pairs of an image and a caption.
 
     Where it has `image_size`, scenes are drawn with so many pixels. Where it has `batch_size`, it
-    is given so many pairs at a time. Where it has
-    `match_threshold`, a float, a score above it says that image and caption match."""
+    is given so many pairs at a time. Where it has `match_threshold`, a float, a score above it says
+    that image and caption match."""
 
     name: str  # for tables
     device: torch.device  # where it computes

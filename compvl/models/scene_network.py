@@ -9,13 +9,12 @@ __all__ = ['scene_tokenizer', 'scene_vocabulary', 'transformer_layers', 'SceneTe
 import json
 from pathlib import Path
 
-import open_clip
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..core import CompvlError
-from .clip import register_configs
+from .clip import register_configs, shared_tokenizer
 from .formats import portable_state, read_metadata, write_weights
 from .weights import weights_digest
 
@@ -23,7 +22,7 @@ from .weights import weights_digest
 def scene_tokenizer():
     """micro-CLIP's tokenizer: list of str -> int64 [B, 77]."""
     register_configs()
-    return open_clip.get_tokenizer("micro-clip")
+    return shared_tokenizer("micro-clip")
 
 
 def scene_vocabulary(data, tokenizer) -> Tensor:

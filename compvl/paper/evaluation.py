@@ -36,8 +36,7 @@ from .progress import Screen
 from .results import Results, derived_figures
 from .rows import Row
 from .runs import finished_model, row_model, run_config, seeds_of
-from .training import is_being_trained, steps_of, train_ahead
-from ..train.config import TrainConfig
+from .training import is_trained_elsewhere, steps_of, train_ahead
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #89530e9b
 def _bound_table(
@@ -113,17 +112,6 @@ def _write_csv(table: pd.DataFrame, out: Path, name: str):
         table.to_csv(tmp, index=False)
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #03116d50
-def _is_trained_elsewhere(row: Row, seed: int, profile: Profile, out: Path) -> bool:
-    """Whether another process, such as another notebook, is training a row at the moment."""
-    if open_pieces():
-        return False
-    try:
-        config = run_config(row, profile, seed)
-    except CompvlError:
-        return False
-    return isinstance(config, TrainConfig) and is_being_trained(config, _runs_folder(out))
-
-
 def _evaluate_rows(
     res: Results,
     todo: list[tuple[Row, int]],  # rows and seeds
@@ -134,7 +122,8 @@ def _evaluate_rows(
 ):
     """Train and evaluate rows and seeds, and add their figures and scores to the results."""
     profile = res.profile
-    ahead = train_ahead(todo, profile, _runs_folder(out), bar, name)
+    runs = _runs_folder(out)
+    ahead = train_ahead(todo, profile, runs, bar, name)
     tables = {}  # number in `todo` -> table
     waiting = deque(range(len(todo)))
     postponed = set()
@@ -143,11 +132,12 @@ def _evaluate_rows(
         row, seed = todo[number]
         if row.key in res.problems:
             continue
-        if number not in postponed and waiting and _is_trained_elsewhere(row, seed, profile, out):
+        at = (row.key, seed)
+        may_wait = waiting and number not in postponed and at not in ahead
+        if may_wait and is_trained_elsewhere(row, seed, profile, runs):
             postponed.add(number)
             waiting.append(number)
             continue
-        at = (row.key, seed)
         done = f"{len(tables) + 1}/{len(todo)}"
         bar.set_description(f"{name} {done}: {row.label}, seed {seed}")
         start = bar.n - steps[at] if at in ahead else bar.n
