@@ -37,7 +37,7 @@ from compvl.paper.runs import run_config
 from compvl.paper.table_rows import HP_TABLE8
 
 NOTEBOOKS = ROOT / "nbs/paper"
-TIMES = ("name", "status", "profile", "commit", "seconds", "peak_mb")
+TIMES = ("name", "status", "profile", "commit", "seconds", "jobs", "peak_mb")
 
 
 def read(path: Path):
@@ -85,7 +85,8 @@ def with_outputs(source: Path, executed: Path, out: Path):
 def keep_times(out: Path, folder: Path | None = None):
     """Write the status and the time of each notebook to notebooks.json in `folder`.
 
-    The default is the folder of the profile. Entries of other notebooks stay.
+    The default is the folder of the profile. Entries of other notebooks stay. What all notebooks
+    cost together is kept if one call has run them all.
     """
     results = [read(path)["result"] for path in sorted((out / "notebooks").glob("*.json"))]
     profiles = {result["profile"] for result in results}
@@ -99,6 +100,9 @@ def keep_times(out: Path, folder: Path | None = None):
         entries[result["name"]] = {key: result[key] for key in TIMES}
     ordered = [entries[name] for name in sorted(entries)]
     path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    cost = out / "cost.json"
+    if cost.exists() and set(read(cost)["notebooks"]) == set(entries):
+        shutil.copy(cost, folder)
 
 
 def training_run(row, seed: int, profile, pieces: Pieces) -> dict | None:

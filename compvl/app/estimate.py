@@ -30,8 +30,9 @@ def spoken_duration(seconds: float) -> str:
 
 # %% ../../nbs/lib/app/02_estimate.ipynb #43d7d738
 def known_seconds(profile: str) -> dict[str, float]:
-    """Seconds of each notebook in the committed run of a profile.
+    """Seconds of each notebook in the committed run of a profile, if it had the machine for itself.
 
+    A notebook that ran as one of two at a time counts with half its time.
     Empty if there is no such run. Empty as well if its models were trained beforehand, piece by
     piece (`training.csv` exists), and `$COMPVL_PIECES` does not provide them now: the notebooks
     then have to train them, and their times say nothing.
@@ -43,7 +44,8 @@ def known_seconds(profile: str) -> dict[str, float]:
     path = folder / "notebooks.json"
     if not path.exists():
         return {}
-    return {row["name"]: row["seconds"] for row in read_json(path) if row["status"] == "done"}
+    done = [row for row in read_json(path) if row["status"] == "done"]
+    return {row["name"]: row["seconds"] / row["jobs"] for row in done}
 
 # %% ../../nbs/lib/app/02_estimate.ipynb #d0a9c4ba
 class TimeLeft:
@@ -52,13 +54,13 @@ class TimeLeft:
     def __init__(
         self,
         todo: list[str],  # names of the notebooks that will run
-        known: dict[str, float],  # seconds of notebooks in the committed run
+        known: dict[str, float],  # as from `known_seconds`
         jobs: int = 1,  # how many run at a time
     ):
         self.todo = list(todo)
         self.known = known
         self.jobs = jobs
-        self.spent = 0.0  # seconds of the notebooks that ended here
+        self.spent = 0.0  # seconds of the notebooks that ended here, each with the whole machine
         self.expected = 0.0  # seconds of the same notebooks in the committed run
 
     def ended(self, name: str, seconds: float | None) -> None:
@@ -66,11 +68,13 @@ class TimeLeft:
         if name in self.todo:
             self.todo.remove(name)
         if seconds is not None and name in self.known:
-            self.spent += seconds
+            self.spent += seconds / self.jobs
             self.expected += self.known[name]
 
     def seconds(self, name: str = "", elapsed: float = 0.0) -> float | None:
-        """Seconds left when `name` has run for `elapsed`; None if no time is known."""
+        """Seconds left when `name`, which runs alone, has run for `elapsed`.
+
+        None if no time is known."""
         timed = [each for each in self.todo if each in self.known]
         if not timed:
             return None
@@ -79,7 +83,7 @@ class TimeLeft:
         if own and elapsed > own * slowness:
             slowness = (self.spent + elapsed) / (self.expected + own)
         passed = elapsed if own else 0.0
-        total = sum(self.known[each] for each in timed) * slowness / self.jobs
+        total = sum(self.known[each] for each in timed) * slowness
         return max(0.0, total - passed)
 
     def describe(self, name: str = "", elapsed: float = 0.0) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from .estimate import TimeLeft, clock, known_seconds
 from .execution import run_notebook
+from .monitor import children_mb
 from .pages import write_pages
 from .plan import PlannedNotebook, select_notebooks
 from .processes import NotebookProcess, collect_interrupts
@@ -56,10 +57,9 @@ def _print_summary(console, summary: ReproductionSummary) -> None:
         memory = f"{result.peak_mb / 1000:.2f} GB"
         files = str(len(result.outputs))
         table.add_row(result.name, result.status, clock(result.seconds), memory, files)
-    seconds = sum(result.seconds for result in summary.results)
-    peak_mb = max(result.peak_mb for result in summary.results)
     table.add_section()
-    table.add_row("all", "", clock(seconds), f"{peak_mb / 1000:.2f} GB", "")
+    memory = f"{summary.peak_mb / 1000:.2f} GB"
+    table.add_row("all, in this call", "", clock(summary.seconds), memory, "")
     console.print(table)
     index = summary.out / "index.html"
     report = summary.out / "report.html"
@@ -82,6 +82,8 @@ class _Reproduction:
         self.surroundings = surroundings_digest()
         self.known = known_seconds(self.profile)
         self.results = []
+        self.peak_mb = 0.0
+        self.start = time.perf_counter()
         to_run = [notebook.name for notebook in self.planned if not self.check(notebook)[1]]
         self.left = TimeLeft(to_run, self.known, self.jobs)
 
@@ -101,6 +103,7 @@ class _Reproduction:
 
     def finish(self, result: Result, identity: dict | None = None):
         """Keep a result; with what identifies its execution, write its record."""
+        result.jobs = self.jobs
         self.results.append(result)
         if identity:
             write_json(record_path(self.out, result.name), identity | dict(result=result))
@@ -136,6 +139,7 @@ def _run_in_turn(run: _Reproduction) -> None:
             run.finish(current)
             continue
         result = run_notebook(*run.arguments(notebook), run.console, run.left)
+        run.peak_mb = max(run.peak_mb, result.peak_mb)
         run.finish(result, identity)
         if result.status == "interrupted":
             return
@@ -176,7 +180,8 @@ def _run_side_by_side(run: _Reproduction) -> None:
                 result = process.result()
                 if result:
                     run.finish(result, running.pop(process))
-            time.sleep(0.1)
+            run.peak_mb = max(run.peak_mb, children_mb())
+            time.sleep(0.5)
             if interrupts:
                 interrupts.clear()
                 waiting.clear()
@@ -184,13 +189,6 @@ def _run_side_by_side(run: _Reproduction) -> None:
                     process.interrupt()
 
 # %% ../../nbs/lib/app/11_reproduction.ipynb #b2e056d8
-def _default_jobs(steps: int | None) -> int:
-    """Several notebooks only if training runs are too short to be trained side by side."""
-    from compvl.paper.training import SHORT
-
-    return min(4, cores()) if steps and steps < SHORT else 1
-
-
 def _existing_folder(data_root: str | Path) -> Path:
     """The absolute path of the downloads. Raises `CompvlError` if there is no such folder."""
     folder = Path(data_root).expanduser().absolute()
@@ -205,7 +203,7 @@ def reproduce(
     data_root: str | Path | None = None,  # folder of the downloads that `paper` needs
     out: str | Path = "reproduction",  # everything is written here, the two pages at its top
     force: bool = False,  # run what is up to date as well (finished training runs are reused)
-    jobs: int | None = None,  # notebooks at a time; None: several if their training runs are short
+    jobs: int | None = None,  # notebooks at a time; None: those of the profile, one a core at most
     folder: str | Path | None = None,  # where the notebooks are; None: those of the papers
     console=None,  # rich console for progress; None: stderr
 ) -> ReproductionSummary:
@@ -214,7 +212,8 @@ def reproduce(
     A notebook that fails does not stop the others. Training runs live in `$COMPVL_RUNS`, or else in
     `out/runs`. A notebook that reads what others make runs after them. Ctrl-C ends the notebooks
     that run and keeps their cells so far, and the pages are still written; these notebooks and
-    those that waited have the status `interrupted`.
+    those that waited have the status `interrupted`. If all were run by this call and succeeded,
+    `out/cost.json` says what they took together.
 
     Raises `CompvlError` for an unknown profile or notebook, a missing `data_root`, less than one
     job, or if papermill is not installed.
@@ -225,12 +224,12 @@ def reproduce(
 
     if data_root is not None:
         data_root = _existing_folder(data_root)
-    steps = get_profile(profile, data_root).steps
+    paths = select_notebooks(notebooks, folder)
+    default = min(get_profile(profile, data_root).jobs, cores(), len(paths))
     if jobs is None:
-        jobs = _default_jobs(steps)
+        jobs = default
     if jobs < 1:
         raise CompvlError(f"jobs={jobs}: at least one notebook has to run at a time.")
-    paths = select_notebooks(notebooks, folder)
     console = console or Console(stderr=True)
     require("papermill", "notebooks")
     require("nbformat", "notebooks")
@@ -249,6 +248,9 @@ def reproduce(
     _add_unstarted(run)
     results = sorted(run.results, key=lambda result: result.name)
     write_pages(out, results)
-    summary = ReproductionSummary(out, profile, results)
+    seconds = time.perf_counter() - run.start
+    summary = ReproductionSummary(out, profile, results, jobs, seconds, run.peak_mb)
+    if summary.cost:
+        write_json(out / "cost.json", summary.cost)
     _print_summary(console, summary)
     return summary

@@ -24,6 +24,7 @@ class Result:
     profile: str = ""
     commit: str = ""  # of the package that ran it, with '+' if files had changed since
     seconds: float = 0.0  # wall time of the execution (of the earlier one if it was up to date)
+    jobs: int = 1  # how many notebooks ran at a time
     peak_mb: float = 0.0  # largest resident memory of the kernel and its children together, sampled
     error: str = ""  # which cell failed, and how
     outputs: list[str] = field(default_factory=list)  # files it wrote, relative to `out`
@@ -50,11 +51,30 @@ class ReproductionSummary:
     out: Path
     profile: str
     results: list[Result]
+    jobs: int = 1  # how many notebooks ran at a time
+    seconds: float = 0.0  # wall time of the call
+    peak_mb: float = 0.0  # largest resident memory of all notebooks that ran at a time, sampled
 
     @property
     def ok(self) -> bool:
         """Whether every requested notebook has succeeded, now or earlier."""
         return all(result.ok for result in self.results)
+
+    @property
+    def cost(self) -> dict | None:
+        """What all notebooks cost together; None if one had been run before, or did not succeed."""
+        if any(result.status != "done" for result in self.results):
+            return None
+        names = [result.name for result in self.results]
+        commits = sorted({result.commit for result in self.results})
+        return dict(
+            profile=self.profile,
+            notebooks=names,
+            commits=commits,
+            jobs=self.jobs,
+            seconds=round(self.seconds, 1),
+            peak_mb=round(self.peak_mb, 1),
+        )
 
     def to_dict(self) -> dict:
         """JSON form."""
@@ -62,5 +82,8 @@ class ReproductionSummary:
             ok=self.ok,
             out=str(self.out),
             profile=self.profile,
+            jobs=self.jobs,
+            seconds=self.seconds,
+            peak_mb=self.peak_mb,
             notebooks=[asdict(result) for result in self.results],
         )

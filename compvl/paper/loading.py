@@ -33,7 +33,8 @@ CAE_BENCHMARKS = (  # of CAE Table 1, without Winoground
 # %% ../../nbs/lib/paper/10a_loading.ipynb #e54a0857
 def _is_small(name: str, task: str) -> bool:
     """Whether a benchmark of the microworld has a size of its own."""
-    return task == "square" or name.startswith(("vtab-", "flickr30k"))
+    is_small_square = task == "square" and not name.startswith("winoground")
+    return is_small_square or name.startswith(("vtab-", "flickr30k"))
 
 
 def _number_of_items(name: str, profile: Profile) -> int | None:

@@ -36,6 +36,7 @@ class Profile:
     n_pretrain: int | None = 100_000  # pairs that the base sees; None: no base of ours
     pretrain_steps: int | None = 3000  # steps of its pretraining; None: no base of ours
     base_seeds: tuple[int, ...] = (0,)  # seeds of pretraining, where bases are compared
+    jobs: int = 1  # notebooks that `compvl reproduce` runs at a time, if there are as many cores
     w_attr: dict = field(default_factory=dict)  # weight of L_attr by attribution, for its schedule
 
     @property
@@ -155,6 +156,7 @@ _SMOKE_PROFILE = Profile(
     n_boot=100,
     n_pretrain=256,
     pretrain_steps=4,
+    jobs=4,
     w_attr=_W_ATTR,
 )
 _MICRO_FULL_PROFILE = Profile(
@@ -181,7 +183,7 @@ _PAPER_PROFILE = Profile(
 )
 PROFILES = {
     "smoke": _SMOKE_PROFILE,
-    "micro": Profile("micro", train=_MICRO, w_attr=_W_ATTR),
+    "micro": Profile("micro", train=_MICRO, jobs=4, w_attr=_W_ATTR),
     "micro-full": _MICRO_FULL_PROFILE,
     "paper": _PAPER_PROFILE,
 }
