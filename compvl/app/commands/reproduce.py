@@ -40,8 +40,8 @@ def reproduce_command(
         Optional[int],
         typer.Option(
             min=1,
-            help="Notebooks at a time, each in a process of its own; by default several in the "
-            "profile smoke, else one, which trains several models at a time.",
+            help="Notebooks at a time, each in a process of its own; by default one a core, "
+            "up to four, in the profiles smoke and micro, else one, which trains several models.",
         ),
     ] = None,
     as_json: SummaryAsJson = False,
