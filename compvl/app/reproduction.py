@@ -103,9 +103,9 @@ class _Reproduction:
 
     def finish(self, result: Result, identity: dict | None = None):
         """Keep a result; with what identifies its execution, write its record."""
-        result.jobs = self.jobs
         self.results.append(result)
         if identity:
+            result.jobs = self.jobs
             write_json(record_path(self.out, result.name), identity | dict(result=result))
         self.left.ended(result.name, result.seconds if result.status == "done" else None)
         left = self.left.describe() if self.jobs > 1 and self.left.todo else ""
@@ -225,9 +225,9 @@ def reproduce(
     if data_root is not None:
         data_root = _existing_folder(data_root)
     paths = select_notebooks(notebooks, folder)
-    default = min(get_profile(profile, data_root).jobs, cores(), len(paths))
+    profile_jobs = get_profile(profile, data_root).jobs
     if jobs is None:
-        jobs = default
+        jobs = min(profile_jobs, cores(), len(paths))
     if jobs < 1:
         raise CompvlError(f"jobs={jobs}: at least one notebook has to run at a time.")
     console = console or Console(stderr=True)
@@ -250,7 +250,8 @@ def reproduce(
     write_pages(out, results)
     seconds = time.perf_counter() - run.start
     summary = ReproductionSummary(out, profile, results, jobs, seconds, run.peak_mb)
-    if summary.cost:
-        write_json(out / "cost.json", summary.cost)
+    cost = summary.cost
+    if cost:
+        write_json(out / "cost.json", cost)
     _print_summary(console, summary)
     return summary

@@ -24,7 +24,7 @@ class Result:
     profile: str = ""
     commit: str = ""  # of the package that ran it, with '+' if files had changed since
     seconds: float = 0.0  # wall time of the execution (of the earlier one if it was up to date)
-    jobs: int = 1  # how many notebooks ran at a time
+    jobs: int = 1  # how many notebooks ran at a time (in the earlier call if it was up to date)
     peak_mb: float = 0.0  # largest resident memory of the kernel and its children together, sampled
     error: str = ""  # which cell failed, and how
     outputs: list[str] = field(default_factory=list)  # files it wrote, relative to `out`
