@@ -113,14 +113,14 @@ _MICRO = dict(
     pretrained="base",
     data="microworld",
     n_train=12_000,
-    steps=200,
+    steps=160,
     batch_size=128,
     lr=2e-4,
-    warmup=25,
+    warmup=20,
     weight_decay=0.2,
     precision="auto",
     validate_every=40,
-    n_validation=1000,
+    n_validation=512,
 )
 _SMOKE = _MICRO | dict(
     n_train=128,
@@ -131,7 +131,9 @@ _SMOKE = _MICRO | dict(
     validate_every=2,
     n_validation=32,
 )
-_MICRO_FULL = _MICRO | dict(n_train=96_000, steps=3000, warmup=300, validate_every=100)
+_MICRO_FULL = _MICRO | dict(
+    n_train=96_000, steps=3000, warmup=300, validate_every=100, n_validation=1000
+)
 # What a row's recipe leaves open is as in NegCLIP's, but for the method, which is the row's.
 _PAPER = {key: value for key, value in RECIPES["negclip"].items() if key != "method"}
 _PAPER["precision"] = "bf16"

@@ -119,13 +119,12 @@ class Trainer:
         accelerator = self.accelerator
         if accelerator.is_main_process:
             remove_temporary_files(self.folder)
-            computed = {name: getattr(self.config, name) for name in NOT_IDENTITY}
+            others = {name: getattr(self.config, name) for name in NOT_IDENTITY}
             processes = accelerator.num_processes
             with writing_to(self.folder):
-                write_json(self.folder / "config.json", {**self.identity, **computed})
-                write_json(
-                    self.folder / "environment.json", {**environment(), "processes": processes}
-                )
+                write_json(self.folder / "config.json", {**self.identity, **others})
+                computed = {"processes": processes, "precision": self.config.computed_in()}
+                write_json(self.folder / "environment.json", {**environment(), **computed})
                 self.metrics = MetricsFile(self.folder / "metrics.csv", self.start)
                 self.validated = ValidationFile(self.folder / "validation.csv", self.start)
         if self.config.trackers:

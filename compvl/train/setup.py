@@ -55,8 +55,9 @@ def make_accelerator(config: TrainConfig, runs) -> Accelerator:
     """The `Accelerator` of a resolved config; see `check_accelerate` for errors."""
     check_accelerate(config)
     AcceleratorState._reset_state()  # a second run in this process may have another precision
+    precision = config.computed_in()
     return Accelerator(
-        mixed_precision="no" if config.precision == "fp32" else config.precision,
+        mixed_precision="no" if precision == "fp32" else precision,
         gradient_accumulation_steps=config.grad_accum,
         log_with=list(config.trackers) or None,
         project_dir=str(runs),

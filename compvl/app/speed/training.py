@@ -101,9 +101,10 @@ class CompvlSteps:
         AcceleratorState._reset_state(True)
         self.model = model
         self.config = config
+        precision = config.computed_in(model.device.type)
         self.accelerator = Accelerator(
             cpu=model.device.type == "cpu",
-            mixed_precision="no" if config.precision == "fp32" else config.precision,
+            mixed_precision="no" if precision == "fp32" else precision,
         )
         self.collate = Collate(model, config)
         self.towers, self.optimizer = self.accelerator.prepare(
@@ -475,10 +476,12 @@ def compare_steps(
 
 # %% ../../../nbs/lib/app/speed/04_training.ipynb #c8134486
 def runnable(config: TrainConfig, model: Model) -> TrainConfig:
-    """A config that the device of the model can run fast: no bf16 on a CPU not made for it."""
-    if config.precision == "bf16" and not computes_bf16(model.device.type):
-        return replace(config, precision="fp32")
-    return config
+    """The config in the precision for the model's device: no bf16 on a CPU not made for it."""
+    device = model.device.type
+    precision = config.computed_in(device)
+    if precision == "bf16" and not computes_bf16(device):
+        precision = "fp32"
+    return replace(config, precision=precision)
 
 
 def random_start(
