@@ -94,8 +94,9 @@ class TokenCache:
         if new:
             rows = self.tokenizer(new).to(torch.int32).numpy()
             self._check(new, rows)
-            for text, row in zip(new, rows, strict=True):
-                self.known[text] = np.trim_zeros(row, "b")
+            lengths = self.length - (rows[:, ::-1] != 0).argmax(1)  # without zeros at the end
+            for text, row, length in zip(new, rows, lengths, strict=True):
+                self.known[text] = row[:length].copy()
         tokens = np.zeros((len(texts), self.length), np.int64)
         for row, text in zip(tokens, texts, strict=True):
             known = self.known[text]

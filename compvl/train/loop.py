@@ -351,12 +351,13 @@ def train(
     is replaced as a whole or not at all."""
     config = config.resolved()
     runs = Path(runs or runs_dir())
+    is_random = model is None and config.pretrained is None
     accelerator = make_accelerator(config, runs)
     world = accelerator.num_processes
     with accelerator.main_process_first():
         show = progress and accelerator.is_main_process
         model, data, teacher = open_parts(config, accelerator.device, show, data, model)
-    identity = run_identity(config, data, model, world, teacher)
+    identity = run_identity(config, data, model, world, teacher, is_random)
     folder = runs / folder_name(identity)
 
     with ExitStack() as stack:
@@ -395,4 +396,5 @@ def run_name(config: TrainConfig) -> str:
     """The name of a config's run folder. Nothing is trained; errors as of `train`."""
     config = config.resolved()
     model, data, teacher = open_parts(config, "cpu")
-    return folder_name(run_identity(config, data, model, teacher=teacher))
+    is_random = config.pretrained is None
+    return folder_name(run_identity(config, data, model, teacher=teacher, is_random=is_random))

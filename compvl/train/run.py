@@ -81,6 +81,7 @@ def run_identity(
     model: Model,  # with the starting weights
     world: int = 1,  # number of processes
     teacher=None,  # the diffusion model, where the config has one
+    is_random: bool = False,  # whether the starting weights are drawn with the config's seed
 ) -> dict:
     """What identifies a run, as plain values. Errors as of `count_steps`."""
     steps = count_steps(config, data, world)
@@ -94,7 +95,7 @@ def run_identity(
         model=model.name,
         steps=steps,
         warmup=min(config.warmup, steps // 2),
-        start=model.fingerprint(),
+        start="random" if is_random else model.fingerprint(),
         train_data=data.describe(),
     )
     return identity
