@@ -213,7 +213,10 @@ def _split(tokenizer: "RememberingTokenizer", text: str) -> list[int]:
     """Tokens of a text, without start and end: word by word where it is plain."""
     if not _PLAIN_TEXT.fullmatch(text):
         return SimpleTokenizer.encode(tokenizer, text)
-    return [token for word in _WORD_OR_MARK.findall(text) for token in tokenizer.split_word(word)]
+    tokens = []
+    for word in _WORD_OR_MARK.findall(text):
+        tokens += tokenizer.split_word(word)
+    return tokens
 
 
 class RememberingTokenizer(SimpleTokenizer):
