@@ -1,8 +1,7 @@
 """Chunks, processes, workers and faults must not change the numbers of a run.
 
 Tolerances: chunked against plain 1e-12 in double precision, 1e-5 in single; 1 against 2 and 4
-processes 1e-5 for a loss, and 5e-5 of the largest for gradients (processors have been seen to
-differ by 2e-5); metrics and features of whole runs 1e-3.
+processes 1e-5 for a loss and its gradients; metrics of whole runs 1e-3.
 """
 
 import errno
@@ -71,15 +70,18 @@ def random_model(device="cpu"):
     return create_model("micro-clip", device=device)
 
 
-def double_model():
+def double_model(device="cpu"):
     """The random model in double precision."""
-    model = random_model()
+    model = random_model(device)
     return Double(model.clip.double(), model.preprocess, model.tokenizer, model.name)
 
 
 def config_with(**options):
-    """The config of a short run, with other fields."""
-    return TrainConfig(**{**CONFIG, **options})
+    """The config of a short run, with other fields.
+
+    With this eps AdamW does not take a whole step where a gradient is nothing but rounding, such as
+    that of a key's bias; runs on other ways then end with the same weights."""
+    return TrainConfig(**{**CONFIG, "eps": 1e-4, **options})
 
 
 def quiet_train(config, runs, **options):
@@ -240,7 +242,7 @@ acc = Accelerator()
 rank, rows = acc.process_index, 16 // world
 assert acc.num_processes == world
 for k, chunk in CASES[world]:
-    model = random_model(acc.device)
+    model = double_model(acc.device)
     items = range(rows * rank, rows * (rank + 1))
     towers = acc.prepare(Towers(model))
     parts, grads = step(acc, model, towers, items, **OPTIONS[k], chunk_size=chunk)
@@ -314,13 +316,13 @@ def test_processes_are_one(tmp_path, world):
     assert (ended.returncode == 0) == (world != 2), ended.stderr[-2000:]
 
     acc = Accelerator(cpu=True)
-    model = random_model()
+    model = double_model()
     for k, chunk in CASES[world]:
         parts, gradients = step(acc, model, Towers(model), range(16), **OPTIONS[k])
         their_parts, their_gradients = torch.load(tmp_path / f"{world}-{k}-{chunk}.pt")
         assert their_parts == pytest.approx(as_floats(parts), abs=1e-5)
         assert largest(gradients) > 1e-3
-        assert apart(gradients, their_gradients) < 5e-5 * max(1.0, largest(gradients))
+        assert apart(gradients, their_gradients) < 1e-5 * max(1.0, largest(gradients))
     # B x global B, with as many hard negatives: no (global B)²
     assert torch.load(tmp_path / f"{world}-largest.pt") == {
         "hp+hn": 64 * 64 * world,
@@ -337,8 +339,7 @@ def test_processes_are_one(tmp_path, world):
         assert (folder / "checkpoint" / "state.pt").exists()
         assert not (folder / "DONE").exists()
         ended_on_one = quiet_train(config_with(), tmp_path / "killed")
-        same_run(ended_on_one, one)
-        assert features_apart(ended_on_one.model, one.model) < 1e-3
+        assert same_run(ended_on_one, one) < 1e-3
 
 
 def test_how_a_run_is_computed_is_not_what(tmp_path):
@@ -354,10 +355,7 @@ def test_how_a_run_is_computed_is_not_what(tmp_path):
     ):
         run = quiet_train(config_with(**options), tmp_path / str(options))
         assert run.folder.name == plain.folder.name
-        apart_in_weights = same_run(run, plain, tolerance)
-        assert (
-            features_apart(run.model, plain.model) if tolerance else apart_in_weights
-        ) <= tolerance
+        assert same_run(run, plain, tolerance) <= tolerance
         modules = run.model.clip.modules()
         assert not any(getattr(module, "grad_checkpointing", False) for module in modules)
 
