@@ -341,6 +341,7 @@ NOTEBOOKS = [  # notebook, its table, and what the table has to contain
     ("07_text_similarity", "table4", ["SICK", "CLIP-FT", "66.3"]),
     ("09_iterated_operators", "table2", [ATTRIBUTION, "HN, k = 1"]),
     ("10_beyond", None, []),
+    ("12_since_2024", None, []),
 ]
 
 
