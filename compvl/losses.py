@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['gather_features', 'count_rows', 'itc_loss', 'hard_negative_loss', 'analogy_loss', 'attribution_excess',
            'attribution_loss', 'bag_loss', 'bag_negative_loss', 'sigmoid_loss', 'sigmoid_pair_loss', 'softmax_bias',
-           'calibrated_negative_loss', 'intra_modal_loss', 'rank_loss', 'lead_of', 'unit_loss', 'triplet_loss']
+           'calibrated_negative_loss', 'intra_modal_loss', 'rank_loss', 'lead_of', 'paraphrase_distance', 'unit_loss',
+           'triplet_loss']
 
 # %% ../nbs/lib/04_losses.ipynb #5cc28a5b
 import torch
@@ -399,22 +400,30 @@ def intra_modal_loss(
     negatives: Tensor,  # unit vectors [B, D] or [B, K, D], hard negatives of the captions
     scale: Tensor | float,  # s > 0
     mask: Tensor | None = None,  # bool [B] or [B, K], True where there is a hard negative
+    has_positive: bool = True,  # False: as the released code has it since March 2024
 ) -> Tensor:
     """Mean over i of −log softmax₀ [s I_i·T_i, s T_i·N_j for all j of the global batch]; a scalar.
 
     Exactly zero where no row has a hard negative. Returns this process's share of the global
     batch's loss. Source: Zhang et al. 2024 (CE-CLIP); `get_imc_loss` in `src/open_clip/loss.py` of
     lezhang7/Enhance-FineGrained up to its commit 2d07821. The code there now leaves I_i·T_i out of
-    the row, so that its label points to the batch's first hard negative."""
+    the row and keeps the label 0, so that every caption is drawn to the batch's first hard
+    negative and away from all others. `has_positive=False` is this loss."""
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(_precise, (images, captions))
         negatives, mask = _masked(negatives, mask)
-        right = scale * (images * captions).sum(-1, keepdim=True)
-        among_texts = scale * captions @ gather_features(negatives.flatten(0, 1)).T
-        absent = ~gather_features(mask.flatten())
-        logits = torch.cat([right, among_texts], 1)
-        labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
-        return _share(_cross_entropy(logits, labels, excluded=F.pad(absent, (1, 0))[None]))
+        logits = scale * captions @ gather_features(negatives.flatten(0, 1)).T
+        present = gather_features(mask.flatten())
+        first = int(present.int().argmax())  # the released code takes 0: it has them all
+        if has_positive:
+            right = scale * (images * captions).sum(-1, keepdim=True)
+            logits = torch.cat([right, logits], 1)
+            present = F.pad(present, (1, 0), value=True)
+            first = 0
+        elif not present.any():
+            return 0.0 * logits.sum()
+        labels = torch.full((len(images),), first, dtype=torch.long, device=images.device)
+        return _share(_cross_entropy(logits, labels, excluded=~present[None]))
 
 
 def rank_loss(
@@ -460,6 +469,23 @@ def lead_of(
     present = gather_features(mask)
     leads = gather_features(leads).masked_fill(~present, 0)
     return leads.sum(0) / present.sum(0).clamp(min=1)
+
+# %% ../nbs/lib/04_losses.ipynb #a0d66706
+def paraphrase_distance(
+    captions: Tensor,  # unit vectors [B, D]
+    positives: Tensor,  # unit vectors [B, D], hard positives of the captions
+    mask: Tensor | None = None,  # bool [B], True where there is a hard positive
+) -> Tensor:
+    """Mean over i of ‖T_i − P_i‖², over the items with a hard positive; a scalar.
+
+    Exactly zero where no row has a hard positive. Returns this process's share of the global
+    batch's loss. Source: Peleg et al. 2025 (CLIC), Equation 6; `compute_uni_modal_loss` in
+    `losses.py` of AmitPeleg/CLIC."""
+    with torch.autocast(captions.device.type, enabled=False):
+        captions, positives = map(_precise, (captions, positives))
+        if mask is None:
+            mask = torch.ones(len(captions), dtype=torch.bool, device=captions.device)
+        return _share((captions - positives).square().sum(-1), mask)
 
 # %% ../nbs/lib/04_losses.ipynb #2acccb19
 def unit_loss(

@@ -8,6 +8,7 @@
    its rendering and has at most 10 kB.
 5. Tables and findings in the outputs of nbs/paper are what the same cells give on data/results
    (see rederive.py).
+6. Numbers in the text of paper notebooks are those of data/results (see quotes.py).
 """
 
 import base64
@@ -20,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 import nbformat
+from quotes import quote_problems
 from readme import INDEX, ROOT, current, render
 from rederive import rederive
 
@@ -149,7 +151,7 @@ def main():
     """Run all checks. Problems go to stderr, and the exit status is 1 if there are any."""
     problems = [*exported_and_clean(), *valid_notebooks(), *readme()]
     different, made, left = rederive()
-    problems += different
+    problems += [*different, *quote_problems()]
     for problem in problems:
         print(f"check: {problem}", file=sys.stderr)
     if problems:

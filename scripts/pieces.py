@@ -34,6 +34,7 @@ def shown():
     unseen = rows(*t.UNSEEN)
     return [
         ((t.HP_TABLE1, t.HP_TABLE3), [*TRIPLET_BENCHMARKS, *STANDARD], None),
+        ((t.HP_RATIOS, t.OTHER_TOWER), TRIPLET_BENCHMARKS, None),
         ((t.CAE_TABLE1, t.CAE_TABLE2, t.CAE_TABLE5), composition, None),
         ((t.CAE_TABLE3, t.HP_TABLE10), ["standard"], None),
         ((t.CAE_TABLE4,), ["sickr", "stsb"], None),
@@ -61,7 +62,7 @@ def needed_benchmarks():
                     _, by_split = needed.setdefault(row.key, (row, {}))
                     by_split.setdefault(split, {}).update(dict.fromkeys(benchmarks))
     for row in HP_TABLE8:
-        if row.base:
+        if row.is_shipped:
             standard = [] if row.scores_pairs else STANDARD
             needed[row.key] = (row, {None: dict.fromkeys([*TRIPLET_BENCHMARKS, *standard])})
     return needed

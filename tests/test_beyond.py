@@ -17,7 +17,16 @@ from compvl.paper.loading import STANDARD, TRIPLET_BENCHMARKS
 from compvl.paper.profiles import PROFILES
 from compvl.paper.rows import ROWS
 from compvl.paper.runs import train_config
-from compvl.paper.table_rows import BEYOND, DOSE, GENERATIVE, HP_TABLE8, TOGETHER, UNSEEN
+from compvl.paper.table_rows import (
+    BEYOND,
+    DOSE,
+    GENERATIVE,
+    HP_RATIOS,
+    HP_TABLE8,
+    OTHER_TOWER,
+    TOGETHER,
+    UNSEEN,
+)
 from compvl.train.loop import run_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +43,39 @@ def test_the_dial_makes_other_runs_and_leaves_the_papers_rows_alone():
     assert len(set(names.values())) == len(names) == 8
     explicit = ROWS["hn"].training(data_options=dict(rare_share=0.3))
     assert smoke_run(explicit) == names["hn"]  # 0.3 is what all other rows have
+
+
+def test_rows_beside_the_published_ones_are_runs_of_their_own():
+    keys = ["hn", "hp+hn", "swap-only", "replace-only", "hp+0.75hn", "clip-coco"]
+    keys += ["hp+1.5hn", "hp+2hn", "hn+hp-replace", "hn+hp-swap"]
+    keys += [row.key for row in OTHER_TOWER if row.source == "trained"]
+    names = {key: smoke_run(ROWS[key]) for key in keys}
+    assert len(set(names.values())) == len(keys) == 13
+    assert smoke_run(ROWS["hp+hn"].training(w_hn=1.5)) == names["hp+1.5hn"]
+
+
+def texts_of(row, n=1500):
+    """Captions, hard negatives and hard positives that a row is trained on."""
+    data = FinetuneSet(n, kinds=row.kinds, **row.data_options)
+    return [data.texts(i) for i in range(n)]
+
+
+def same_words(caption, positive):
+    """Whether a hard positive has the words of its caption, in whatever order."""
+    return sorted(positive.split()) == sorted(caption.split())
+
+
+def test_rows_with_one_kind_of_hard_positives_have_the_hard_negatives_of_hn():
+    of_hn = [texts[:2] for texts in texts_of(ROWS["hn"])]
+    for key, is_swap in (("hn+hp-replace", False), ("hn+hp-swap", True)):
+        texts = texts_of(ROWS[key])
+        assert [one[:2] for one in texts] == of_hn
+        pairs = [(caption, positive) for caption, _, positive in texts if positive]
+        assert pairs
+        assert all(same_words(*pair) == is_swap for pair in pairs)
+    # this is what the paper's rows do not have
+    for key in ("replace-only", "swap-only"):
+        assert [texts[:2] for texts in texts_of(ROWS[key])] != of_hn
 
 
 def test_rows_of_the_dial_need_the_microworld(tmp_path):
@@ -59,14 +101,19 @@ def test_pieces_are_made_of_all_that_the_notebook_shows():
     for key in trained_keys(TOGETHER):
         assert {"aro-relation", "aro-attribution"} <= set(planned[key][None])
 
+    for key in trained_keys(HP_RATIOS) | trained_keys(OTHER_TOWER):
+        assert set(TRIPLET_BENCHMARKS) <= set(planned[key][None])
+    assert {"hp+2hn", "roberta-hp+hn", "hn+hp-swap"} <= set(planned)
+
     # of the models that are compared with CLIP, seed 0 is shipped
     one_piece = {row.key for row in GENERATIVE[1:]}  # made with the first of these rows
-    pretrained = {row.key for row in HP_TABLE8 if row.base} - one_piece
+    shipped = {row.key for row in HP_TABLE8 if row.is_shipped and row.has_counterpart}
+    pretrained = shipped - one_piece
     for seed in range(5):
         further = {row.key for row, at, _ in plan if at == seed} - set(planned)
         assert further == (pretrained if seed in (1, 2) else set())
     for row, _, by_split in plan:
-        if row.base:
+        if row.is_shipped:
             standard = () if row.scores_pairs else STANDARD
             assert {*TRIPLET_BENCHMARKS, *standard} == set(by_split[None])
 

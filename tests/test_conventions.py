@@ -1,12 +1,15 @@
 """Published figures beside ours, against transcriptions of the released code.
 
 The transcriptions follow om-ai-lab/VL-CheckList (`vl_checklist/data_loader.py`, `evaluate.py`,
-`radar.py`, `corpus.json`) and Heidelberg-NLP/VALSE (`lxmert_valse_eval.py`), on made-up scores.
+`radar.py`, `corpus.json`) and Heidelberg-NLP/VALSE (`lxmert_valse_eval.py`), on made-up scores. The
+figures of HP's `run_eval.py`, SugarCrepe++ and BiVLC are counted by hand.
 """
 
 import hashlib
+import itertools
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +18,18 @@ import pytest
 import torch
 from PIL import Image
 
-from compvl.benchmarks.items import Benchmark, Pair
+from compvl.app import cli
+from compvl.benchmarks.bivlc import BIVLC_METRICS
+from compvl.benchmarks.items import Benchmark, Pair, Triplet
 from compvl.benchmarks.loading import load_benchmark
 from compvl.benchmarks.vl_checklist import VL_CHECKLIST
 from compvl.core import CompvlError, write_json
-from compvl.evaluate.conventions import CONVENTIONS, convention_table, published_figures
+from compvl.evaluate.conventions import (
+    CONVENTIONS,
+    convention_of,
+    convention_table,
+    published_figures,
+)
 from compvl.evaluate.engine import evaluate
 from compvl.evaluate.tasks import TASKS
 
@@ -282,7 +292,166 @@ class StillImage:
         return self.picture
 
 
+# ---- HP's run_eval.py, SugarCrepe++ and BiVLC
+
+
+ORDERS = [" > ".join(order) for order in itertools.permutations("cnp")]
+
+
+def triplets_in_order(order, n):
+    """n triplets whose scores fall in an order such as `c > p > n`."""
+    scores = dict(zip(order.split(" > "), (0.9, 0.5, 0.1), strict=True))
+    return [(scores["c"], scores["n"], scores["p"])] * n
+
+
+def triplet_table(scores):
+    """A table of scores by item."""
+    return pd.DataFrame(scores, columns=["s_c", "s_n", "s_p"]).assign(group="")
+
+
+def test_each_order_of_a_triplet_has_its_own_figure():
+    """One to six triplets in the six orders: a figure cannot stand in another's place."""
+    counts = {order: k + 1 for k, order in enumerate(ORDERS)}
+    scores = [(0.5, 0.5, 0.1), (0.9, 0.1, 0.1), (0.3, 0.3, 0.3)]  # the hard negative ties
+    for order, n in counts.items():
+        scores += triplets_in_order(order, n)
+    table = triplet_table(scores)
+    rows = published_figures("hp-run-eval", table, n_boot=50).set_index("metric")
+    assert len(table) == 24
+    for order, n in counts.items():
+        assert rows.value[order] == pytest.approx(100 * n / 24), order
+        assert rows.lo[order] <= rows.value[order] <= rows.hi[order]
+    assert rows.value["tied"] == pytest.approx(100 * 3 / 24)
+    assert rows.value["gap_cp"] == pytest.approx((table.s_c - table.s_p).abs().mean())
+    assert set(rows.index) == {*ORDERS, "tied", "gap_cp"}
+    assert (rows.n == 24).all()
+    assert (rows.group == "published").all()
+
+
+def printed_by_run_eval(scores):
+    """The five numbers that HP's script prints, one item at a time; of ties in c and p as well."""
+    printed = dict(below=0, c_down=0, p_down=0, above=0, tied=0)
+    for c, n, p in scores:
+        printed["below"] += n < p and n < c  # the hard negative is below both
+        printed["c_down"] += c > n and n > p
+        printed["p_down"] += p > n and n > c
+        printed["above"] += n > p and n > c
+        printed["tied"] += n in (c, p)
+    return printed
+
+
+def test_orders_add_up_to_what_run_eval_prints():
+    scores = np.random.default_rng(0).integers(0, 5, (3_000, 3)) / 4  # all kinds of ties
+    rows = published_figures("hp-run-eval", triplet_table(scores), n_boot=50)
+    percent = rows.set_index("metric").value
+    parts = dict(
+        below=("c > p > n", "p > c > n"),
+        c_down=("c > n > p",),
+        p_down=("p > n > c",),
+        above=("n > c > p", "n > p > c"),
+        tied=("tied",),
+    )
+    printed = printed_by_run_eval(scores.tolist())
+    for name, orders in parts.items():
+        assert printed[name] > 100
+        assert percent[list(orders)].sum() == pytest.approx(100 * printed[name] / 3_000), name
+    assert percent[[*ORDERS, "tied"]].sum() == pytest.approx(100)
+
+
+def test_sugarcrepe_pp_by_hand():
+    table = triplet_table([(3, 1, 2), (3, 2, 1), (1, 2, 3), (1, 3, 2), (2, 2, 3)])
+    names = ["image_to_text", "image_p1_neg", "image_p2_neg"]
+    rows = published_figures("sugarcrepe-pp", table, n_boot=50).set_index("metric")
+    assert rows.value.to_dict() == dict(zip(names, (20, 40, 60), strict=True))
+    texts = pd.DataFrame(dict(t_cp=[3, 2, 3, 1], t_cn=[2, 3, 1, 1], t_pn=[1, 1, 4, 0]))
+    rows = published_figures("sugarcrepe-pp", texts, n_boot=50).set_index("metric")
+    assert rows.value.to_dict() == dict(text_only=25)
+
+
+def test_a_text_encoder_alone_has_no_orders():
+    texts = pd.DataFrame(dict(t_cp=[3.0], t_cn=[2.0], t_pn=[1.0]))
+    assert published_figures("hp-run-eval", texts).empty
+    assert published_figures("bivlc", texts).empty
+
+
+def test_bivlc_has_its_names_and_types_of_foil():
+    table = pd.DataFrame(np.random.default_rng(0).normal(size=(90, 4)))
+    table.columns = ["s_00", "s_01", "s_10", "s_11"]
+    table["group"] = ["replace", "swap", "add"] * 30
+    ours = TASKS["square"].outcomes(table)
+    rows = published_figures("bivlc", table, n_boot=50).set_index(["group", "metric"])
+    assert len(rows) == 4 * 7
+    for name, metric in BIVLC_METRICS.items():
+        assert rows.value["published", name] == pytest.approx(100 * ours[metric].mean())
+        of_swap = ours[metric][table.group == "swap"]
+        assert rows.value["published/swap", name] == pytest.approx(100 * of_swap.mean())
+        assert rows.n["published/swap", name] == 30
+    assert len(set(rows.value["published"])) == 7  # none stands in another's place
+
+
+def write_replace(root, n):
+    """n items of REPLACE in the released form, with pictures of noise."""
+    rng = np.random.default_rng(0)
+    (root / "VG_100K").mkdir(parents=True)
+    originals = []
+    positives = []
+    for k in range(n):
+        pixels = rng.integers(0, 256, (48, 48, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / f"VG_100K/{k}.png")
+        item = dict(image_id=str(k), image_path=f"data/VG_100K/{k}.png")
+        item["false_caption"] = f"red star {k} far from blue box"
+        originals.append(item | dict(true_caption=f"red star {k} near blue box"))
+        positives.append(item | dict(true_caption=f"red star {k} next to blue box"))
+    for part, items in (("original", originals), ("hard_positive", positives)):
+        path = root / "hard_positives" / part / "vl_checklist_relations.json"
+        path.parent.mkdir(parents=True)
+        write_json(path, items)
+
+
+def test_orders_are_in_what_the_command_writes(tmp_path, monkeypatch, capsys):
+    """In the CSV, in the JSON and in the report, as counted from the scores of the items."""
+    write_replace(tmp_path / "root", 30)
+    command = ["compvl", "evaluate", "--model", "micro-clip", "--benchmark", "replace-relations"]
+    command += ["--root", tmp_path / "root", "--no-cache", "--device", "cpu", "--json"]
+    command += ["--csv", tmp_path / "t.csv", "--items", tmp_path, "--report", tmp_path / "r.html"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert not end.code
+    items = pd.read_csv(tmp_path / "micro-clip/replace-relations.csv")
+    scores = items[["s_c", "s_n", "s_p"]].rename(columns=lambda name: name[-1])
+    orders = scores.apply(lambda row: " > ".join(row.sort_values(ascending=False).index), axis=1)
+    assert orders.nunique() > 1
+    table = pd.read_csv(tmp_path / "t.csv")
+    found = table[table.group == "published"].set_index("metric").value
+    records = json.loads(capsys.readouterr().out)["figures"]
+    in_json = {row["metric"]: row["value"] for row in records if row["group"] == "published"}
+    page = (tmp_path / "r.html").read_text()
+    for order in ORDERS:
+        assert found[order] == pytest.approx(100 * (orders == order).mean())
+        shown = f"published: {order}".replace(">", "&gt;")
+        assert f"{shown}</th><td>{found[order]:.1f} <small>" in page
+    gap = (items.s_c - items.s_p).abs().mean()
+    assert found["gap_cp"] == pytest.approx(gap, abs=1e-6)
+    assert f"published: mean |s(c) − s(c_p)|</th><td>{found['gap_cp']:.4f} <small>" in page
+    assert in_json == pytest.approx(found.to_dict())
+
+
 # ---- by name
+
+
+def test_a_convention_is_of_released_files_alone():
+    for name in ("replace-relations", "swap", "sugarcrepe-pp-swap-obj", "bivlc"):
+        in_micro = load_benchmark(name, n=4)
+        assert convention_of(in_micro) == ""
+        rows = evaluate(Head(), in_micro, n_boot=10, progress=False)
+        assert not rows.group.str.startswith("published").any()
+    items = [Triplet("0", "0.jpg", "a", "b", "c")]
+    assert convention_of(Benchmark("swap", "triplet", items, "VG")) == "hp-run-eval"
+    assert convention_of(Benchmark("bivlc", "square", [], "BiVLC")) == "bivlc"
+    assert convention_of(Benchmark("valse-x", "pair", [], "V", convention="valse")) == "valse"
+    assert convention_of(Benchmark("mine", "triplet", items, "mine")) == ""
 
 
 def test_every_convention_is_registered_by_a_benchmark_and_known():

@@ -821,6 +821,46 @@ def test_status_command(pets, tmp_path, compvl):
     assert "pets: pets/f.bin has 4 bytes, 400,000 expected." in out
 
 
+def test_status_command_says_what_is_not_known(tmp_path, compvl):
+    """Sizes, revisions, and what is inferred of a checkpoint."""
+    from compvl.models.releases import ZOO
+
+    out = compvl("status", "colorswap", "bivlc", "crepe-swap", "--data-root", tmp_path)[1]
+    title = "What is confirmed, and what is not:"
+    table, notes = out.split(title)
+    assert "537 MB" in table
+    assert table.count("size not known") >= 2
+    lines = {}
+    for line in notes.strip().splitlines():
+        name, _, text = line.strip().partition(": ")
+        lines[name] = text
+    assert "not pinned" in lines["colorswap"]
+    unknown = "size not known: colorswap/data/train.json, colorswap/data/test.json"
+    assert unknown in lines["colorswap"]
+    assert "size not known" not in lines["bivlc"]
+    assert "size not known: checkpoints/crepe-swap/" in lines["crepe-swap"]
+    assert lines["crepe-swap, confirmed"] == ZOO["crepe-swap"].confirmed
+    assert lines["crepe-swap, not confirmed"].startswith(ZOO["crepe-swap"].note)
+    assert "never opened" in lines["crepe-swap, not confirmed"]
+
+
+def test_status_command_says_of_every_checkpoint_what_is_confirmed(tmp_path, compvl):
+    from compvl.models.releases import ZOO
+
+    out = compvl("status", "--data-root", tmp_path)[1]
+    for entry in ZOO.values():
+        if entry.dataset:
+            assert f"  {entry.dataset}, confirmed: {entry.confirmed}" in out
+            assert f"  {entry.dataset}, not confirmed: {entry.note}" in out
+
+
+def test_fetch_command_says_where_a_size_is_not_known(tmp_path, compvl):
+    for name, size in dict(whatsup="size not known", negbench="10.7 MB").items():
+        out = compvl("fetch", name, "--data-root", tmp_path, "--dry-run")[1]
+        (line,) = [line for line in out.splitlines() if "by hand: " in line]
+        assert line.endswith(f"({size})")
+
+
 def test_status_command_lists_every_kind(tmp_path, compvl):
     code, out, err = compvl("status", "--data-root", tmp_path / "none")
     assert code == 0

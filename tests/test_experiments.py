@@ -23,7 +23,8 @@ from compvl.paper.evaluation import results
 from compvl.paper.loading import TRIPLET_BENCHMARKS
 from compvl.paper.profiles import PROFILES, get_profile
 from compvl.paper.rows import ROWS, rows
-from compvl.paper.table_rows import HP_TABLE1, HP_TABLE8
+from compvl.paper.table_rows import HP_TABLE1, HP_TABLE8, rows_in
+from compvl.paper.table_specs import ORACLE, TABLES
 from compvl.paper.training import SHORT
 from compvl.train.recipes import RECIPES
 
@@ -110,6 +111,56 @@ def test_what_stopped_half_way_is_taken_up(tiny, tmp_path, monkeypatch):
     res = evaluate(rows("clip", "hn", "hp+hn"), tmp_path, tiny)
     assert set(res.table.method) == {"clip", "hn", "hp+hn"}
     assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_a_row_starts_from_another_shipped_model(tiny, tmp_path):
+    """Not from the profile's start, and with the seeds that every trained row has."""
+    profile = dataclasses.replace(tiny, seeds=(0, 1), base_seeds=(0,))
+    res = evaluate(rows("roberta-hn", "hn"), tmp_path, profile, benchmarks=["swap"])
+    assert not res.problems
+    models = res.table.groupby("method").model.unique()
+    assert models["roberta-hn"].tolist() == ["micro-clip-bidir"]
+    assert models["hn"].tolist() == ["micro-clip"]
+    seeds = res.table.groupby("method").seed.unique()
+    assert seeds["roberta-hn"].tolist() == [0, 1]
+    starts = {}
+    for file in (tmp_path / "runs").glob("*/config.json"):
+        config = json.loads(file.read_text())
+        starts.setdefault(config["model"], set()).add(config["start"])
+    shipped = create_model("micro-clip-bidir", "base", device="cpu").fingerprint()
+    assert starts["micro-clip-bidir"] == {shipped}
+    assert len(starts["micro-clip"]) == 1
+
+
+def test_the_microworld_leaves_out_models_without_counterpart(tiny, tmp_path):
+    """They are no failures, and no empty lines of a table."""
+    few = rows("clip", "rn50x16", "coca")
+    res = evaluate(few, tmp_path, tiny, benchmarks=["swap"])
+    assert not res.gaps
+    assert set(res.table.method) == {"clip"}
+    text = TABLES["hp8"].table(res).markdown()
+    there = [row.label for row in rows_in(HP_TABLE8, tiny)]
+    assert "RN50: ResNet image tower" in there
+    for row in HP_TABLE8:
+        if row.source != "bound":
+            assert (f"| {row.label} |" in text) == (row.label in there)
+    with pytest.raises(CompvlError, match="RN50x16 has no counterpart"):
+        runs.row_model(ROWS["rn50x16"], tiny)
+
+
+def test_the_oracle_is_called_human_by_the_paper_alone(tiny, tmp_path):
+    human = ROWS["human"].label
+    few = rows("clip", "chance", "human")
+    res = evaluate(few, tmp_path, tiny)
+    text = TABLES["hp1"].table(res).markdown()
+    line = next(line for line in text.splitlines() if line.startswith(f"| {ORACLE} |"))
+    assert f"| {human} |" not in text
+    assert "97.0" in line  # what was published
+    profile = dataclasses.replace(tiny.training(data="coco"), root=str(tmp_path / "empty"))
+    theirs = evaluate(few, tmp_path / "paper", profile)
+    text = TABLES["hp1"].table(theirs).markdown()
+    assert f"| {human} |" in text
+    assert ORACLE not in text
 
 
 TEXTS = dict(
@@ -246,11 +297,13 @@ def test_the_paper_profile_on_files_in_the_released_formats(
     same_weights = theirs.difference(("clip", *score), ("negclip", *score))
     assert same_weights["diff"] == 0
 
-    relatives = [row for row in HP_TABLE8 if row.key in ("clip", "clip-small", "rn50")]
-    others = evaluate(relatives, out, profile, "others")
+    keys = ("clip", "clip-small", "rn50", "rn101")
+    relatives = [row for row in HP_TABLE8 if row.key in keys]
+    others = evaluate([*relatives, ROWS["roberta-hn"]], out, profile, "others")
     assert set(others.table.method) == {"clip"}
     assert set(others.table.seed) == {0}
-    assert set(others.missing) == {"clip-small", "rn50"}
+    assert set(others.missing) == {"clip-small", "rn50", "rn101", "roberta-hn"}
+    assert "microworld only" in others.missing["roberta-hn"]
     assert "no released model" in others.missing["clip-small"]
     assert not others.problems
     clip = theirs.table[theirs.table.method == "clip"].reset_index(drop=True)

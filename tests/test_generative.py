@@ -14,7 +14,7 @@ from compvl.core import CompvlError
 from compvl.evaluate import evaluate
 from compvl.models.captioner import load_captioner
 from compvl.models.scorers import open_scorer
-from compvl.models.vqa import VQAScorer, load_generative
+from compvl.models.vqa import GENERATIVE_SCORES, VQAScorer, load_generative, null_images
 from compvl.paper.profiles import get_profile
 from compvl.paper.runs import row_model
 from compvl.paper.table_rows import GENERATIVE
@@ -106,7 +106,7 @@ def paligemma(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["vqa", "caption", "gain"])
+@pytest.mark.parametrize("kind", GENERATIVE_SCORES)
 @pytest.mark.parametrize("family", ["llava", "paligemma"])
 def test_a_batch_is_as_one_pair_at_a_time(family, kind, request):
     folder = str(request.getfixturevalue(family))
@@ -120,15 +120,71 @@ def test_a_batch_is_as_one_pair_at_a_time(family, kind, request):
 
 
 def test_likelihood_is_the_loss_of_paligemma(paligemma):
-    """By the model's own loss on the answer, which it computes from its processor's labels."""
-    scorer = load_generative(str(paligemma), "caption", "cpu")
-    for image, caption, score in zip(IMAGES, CAPTIONS, scorer.score(IMAGES, CAPTIONS), strict=True):
+    """By the model's own mean loss on the answer, which it computes from its processor's labels.
+
+    The default is the log-probability of the whole caption, the sum over its tokens."""
+    scorer = load_generative(str(paligemma), "caption-per-token", "cpu")
+    means = scorer.score(IMAGES, CAPTIONS)
+    sums = load_generative(str(paligemma), "caption", "cpu").score(IMAGES, CAPTIONS)
+    lengths = set()
+    for image, caption, mean, whole in zip(IMAGES, CAPTIONS, means, sums, strict=True):
         inputs = scorer.processor(
             text="<image>", images=image.convert("RGB"), suffix=caption, return_tensors="pt"
         )
         with torch.no_grad():
             loss = scorer.model(**inputs).loss
-        assert torch.isclose(score, -loss, atol=1e-5)
+        assert torch.isclose(mean, -loss, atol=1e-5)
+        n_tokens = len(caption.split()) + 1  # with the end of the text
+        assert int((inputs["labels"] != -100).sum()) == n_tokens
+        assert torch.isclose(whole, -loss * n_tokens, atol=1e-4)
+        lengths.add(n_tokens)
+    assert lengths == {3, 4, 11}
+
+
+def likelihood_of_tokens(scorer, image, caption):
+    """Log-probability of each token of a caption and of the end, by one forward pass."""
+    processor = scorer.processor
+    content = [{"role": "user", "content": [{"type": "image"}]}]
+    prompt = processor.apply_chat_template(content, add_generation_prompt=True, tokenize=False)
+    image = image.convert("RGB")
+    before = processor(text=prompt, images=image, return_tensors="pt")["input_ids"].shape[1]
+    inputs = processor(text=f"{prompt} {caption} </s>", images=image, return_tensors="pt")
+    with torch.no_grad():
+        logits = scorer.model(**inputs).logits[0].double()
+    tokens = inputs["input_ids"][0, before:]
+    return logits[before - 1 : -1].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+def test_gain_is_of_whole_captions_and_by_name_of_tokens(llava):
+    """log p(caption | image) − log p(caption), the prior being the mean likelihood given noise."""
+    scorers = {kind: load_generative(str(llava), kind, "cpu") for kind in GENERATIVE_SCORES[1:]}
+    scores = {kind: scorer.score(IMAGES, CAPTIONS) for kind, scorer in scorers.items()}
+    scorer = scorers["gain"]
+    for k, (image, caption) in enumerate(zip(IMAGES, CAPTIONS, strict=True)):
+        given_image = likelihood_of_tokens(scorer, image, caption)
+        assert len(given_image) == len(caption.split()) + 1
+        given_noise = [likelihood_of_tokens(scorer, null, caption) for null in null_images(3)]
+        priors = {
+            "": torch.stack([by_token.sum() for by_token in given_noise]),
+            "-per-token": torch.stack([by_token.mean() for by_token in given_noise]),
+        }
+        likelihoods = {"": given_image.sum(), "-per-token": given_image.mean()}
+        for suffix, likelihood in likelihoods.items():
+            gain = float(likelihood - priors[suffix].exp().mean().log())
+            assert float(scores[f"caption{suffix}"][k]) == pytest.approx(
+                float(likelihood), abs=1e-4
+            )
+            assert float(scores[f"gain{suffix}"][k]) == pytest.approx(gain, abs=1e-4)
+    assert len({scorer.fingerprint() for scorer in scorers.values()}) == 4
+
+
+def test_kinds_are_opened_by_name(llava):
+    """As `--model gain-per-token:FOLDER` opens them."""
+    for kind in GENERATIVE_SCORES:
+        scorer = open_scorer(f"{kind}:{llava}", device="cpu")
+        assert scorer.kind == kind
+        assert scorer.is_per_token == (kind not in ("caption", "gain"))
+    assert load_generative(str(llava), device="cpu").kind == "vqa"
 
 
 def test_vqa_is_the_first_generated_token(llava):

@@ -113,7 +113,8 @@ def run_names() -> dict:
         if profile.data != "microworld":
             continue
         for row in [*ROWS.values(), *HP_TABLE8]:
-            for seed in sorted({seeds_of(row, profile)[0], seeds_of(row, profile)[-1]}):
+            seeds = seeds_of(row, profile)  # none where the microworld has no such model
+            for seed in sorted({*seeds[:1], *seeds[-1:]}):
                 config = run_config(row, profile, seed)
                 if config is None:
                     continue

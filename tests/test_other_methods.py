@@ -54,6 +54,7 @@ CONFIGS = {
     "triplet-clip": replace(PLAIN, **ROWS["triplet-clip"].train),
     "negclip": replace(PLAIN, **ROWS["negclip"].train),
     "ce-clip": replace(PLAIN, **ROWS["ce-clip"].train),
+    "ce-clip-released": replace(PLAIN, **ROWS["ce-clip-released"].train),
 }
 TERMS = {
     "dac": ["mil", "mil_hn", "with_mil"],
@@ -62,6 +63,7 @@ TERMS = {
     "triplet-clip": ["triplet", "with_triplet"],
     "negclip": ["itc", "with_hn"],
     "ce-clip": ["imc"],
+    "ce-clip-released": ["imc_released"],
 }
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
@@ -263,7 +265,7 @@ def released_ranks(right, wrong, thresholds):
 
 
 @pytest.mark.parametrize("scale", [5.0, 100.0])
-def test_ce_clip_is_the_released_loss(scale):
+def test_ce_clip_is_the_published_loss_and_its_released_head(scale):
     kept = {}
     thresholds = 0.0
     for k in range(3):
@@ -283,7 +285,24 @@ def test_ce_clip_is_the_released_loss(scale):
         rows = torch.cat([right[:, None], among_texts], dim=-1)  # as of its commit 2d07821
         released = F.cross_entropy(rows, torch.zeros(8, dtype=torch.long))
         assert abs(parts["imc"] - released) < 1e-6 * max(1, released)
+        released = F.cross_entropy(among_texts, torch.zeros(8, dtype=torch.long))  # the code now
+        found = parts_of("ce-clip-released", replace(features, batch={"carried": {}}))
+        assert abs(found["imc_released"] - released) < 1e-6 * max(1, released)
     assert (thresholds == MOST_MARGIN).all() == (scale == 100)
+
+
+def test_paraphrases_are_aligned_as_in_the_released_code():
+    images, captions, paraphrases = unit_vectors(3, 8, 16)
+    has_one = torch.ones(8, dtype=torch.bool)
+    features = Features(
+        images, captions, torch.tensor(20.0), hard_positives=paraphrases, has_hard_positive=has_one
+    )
+    found = parts_of("hn+hp-distance", features)["hp_distance"]
+    assert abs(found - F.mse_loss(captions, paraphrases, reduction="none").sum(1).mean()) < 1e-6
+    # READ-CLIP has paraphrases in the rows and captions in the columns
+    exchanged = replace(features, captions=paraphrases, hard_positives=captions)
+    released = F.cross_entropy(20.0 * paraphrases @ captions.T, torch.arange(8))
+    assert abs(parts_of("hn+hp-text", exchanged)["hp_text"] - released) < 1e-6
 
 
 def released_focal(logits, gamma, smoothing):

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
+from quotes import QUOTES, quote_problem, quote_problems  # noqa: E402
 from rederive import from_kept, notebook, table_rows  # noqa: E402
 
 NOTEBOOK = "07_text_similarity"
@@ -86,3 +87,33 @@ def test_a_turned_table(cell, said):
     html = f"<table>{head}{body}</table>"
     told = from_kept({"text/html": html}, 'cells(keep("ends", table))', kept)
     assert told == "" if not said else said in told
+
+
+@pytest.mark.parametrize(
+    "quote, expected",
+    [
+        ("gains {5.2} points of original accuracy over CLIP-COCO", ""),
+        ("gains {5.3} points of original accuracy over CLIP-COCO", "is not in the notebook"),
+        ("gains 5.2 points of original accuracy over CLIP-COCO", "exactly one number"),
+    ],
+)
+def test_a_quote_is_the_value_of_its_table(quote, expected):
+    quotes = pd.read_csv(QUOTES, keep_default_na=False)
+    known = quotes[quotes.quote.str.contains(r"gains \{5\.2\} points of original")]
+    problem = quote_problem(next(known.assign(quote=quote).itertuples()))
+    assert expected in problem
+    assert bool(problem) == bool(expected)
+
+
+def test_a_number_that_is_no_longer_the_value_is_found(monkeypatch):
+    quotes = pd.read_csv(QUOTES, keep_default_na=False)
+    known = next(quotes[quotes.notebook == "01_brittleness"].itertuples())
+    monkeypatch.setattr("quotes.value_of", lambda quote: 99.0)
+    assert "is 99.0" in quote_problem(known)
+
+
+def test_a_number_from_nowhere_is_found(monkeypatch):
+    monkeypatch.setattr("quotes.discussed", lambda notebook: ["It gains 7.5 points, [95 %]."])
+    problems = quote_problems()
+    assert any("discusses 7.5" in problem for problem in problems)
+    assert not any("discusses 95" in problem for problem in problems)

@@ -27,7 +27,9 @@ from compvl.app.checkpoints import Checkpoint
 from compvl.app.evaluations import evaluate_checkpoints
 from compvl.app.reproduction import reproduce
 from compvl.benchmarks.items import Benchmark, Triplet
-from compvl.benchmarks.loading import load_benchmarks
+from compvl.benchmarks.loading import CountWarning, load_benchmarks
+from compvl.train.config import TrainConfig
+from compvl.train.loop import train
 
 FIGURE = """
 import matplotlib; matplotlib.use("agg")
@@ -154,7 +156,7 @@ def test_it_contains_every_notebook(report):
 
 
 PROBE = """<!doctype html><title>probe</title><body><script>
-const found = {}, errors = [], widths = [1280, 375, 360];
+const found = {}, errors = [], widths = [1280, 390, 375, 360];
 async function look(width) {
   const f = document.createElement('iframe');
   f.style.cssText = `width:${width}px;height:800px;border:0`;
@@ -286,19 +288,40 @@ class Tables(HTMLParser):
         return found
 
 
-@pytest.fixture(scope="module")
-def card(tmp_path_factory):
-    """The folder of a report on two models, `card.html`, and of its figures, `card.csv`."""
-    folder = tmp_path_factory.mktemp("card")
-    models = ["--model", "micro-clip", "--model", "micro-clip:random"]
+def write_report(folder, models):
+    """Evaluate models as a person would: `card.html` and `card.csv` in a folder."""
     options = ["--benchmark", "triplets,coco-retrieval", "--n", "20", "--no-cache"]
     files = ["--report", f"{folder}/card.html", "--csv", f"{folder}/card.csv"]
+    named = []
+    for model in models:
+        named += ["--model", model]
     with pytest.MonkeyPatch.context() as patch:
-        arguments = ["compvl", "evaluate", *models, *options, *files, "--device", "cpu"]
+        arguments = ["compvl", "evaluate", *named, *options, *files, "--device", "cpu"]
         patch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as end:
             cli.main()
     assert not end.value.code
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory):
+    """The folder of a report on two models, `card.html`, and of its figures, `card.csv`."""
+    folder = tmp_path_factory.mktemp("card")
+    write_report(folder, ["micro-clip", "micro-clip:random"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finetuned_card(tmp_path_factory):
+    """The same of micro-CLIP's base and of two models that were finetuned from it, HN and HP+HN.
+
+    They are trained for a few steps: the page does not depend on how well."""
+    folder = tmp_path_factory.mktemp("finetuned")
+    models = ["micro-clip"]
+    for method in ("hn", "hp+hn"):
+        config = TrainConfig(method=method, n_train=64, steps=4, batch_size=16, warmup=1)
+        models.append(f"micro-clip:{train(config, runs=folder / 'runs', progress=False).folder}")
+    write_report(folder, models)
     return folder
 
 
@@ -354,12 +377,43 @@ def test_card_has_the_differences_of_the_csv(card):
     assert shown["swap", "brittleness"] == [cell]
 
 
+def test_card_of_a_base_and_two_finetuned_models(finetuned_card):
+    """They stand among the rows of HP's Table 1 and among the methods since 2024."""
+    text = (finetuned_card / "card.html").read_text()
+    standing = text.split('<section id="standing">')[1].split("</section>")[0]
+    pictures = Page(standing).attributes("img")
+    assert len(pictures) == 4  # REPLACE and SWAP, of Table 1 and since 2024
+    models = list(dict.fromkeys(pd.read_csv(finetuned_card / "card.csv").model))
+    assert len(models) == 3
+    for picture in pictures:
+        assert all(f"{model}: accuracy " in picture["alt"] for model in models)
+    table_1, since_2024 = pictures[0]["alt"], pictures[2]["alt"]
+    assert "NegCLIP" in table_1 and "FSC-CLIP" not in table_1
+    for row in ("CLIP ViT-B/32", "Our HN", "Our HP+HN", "FSC-CLIP", "CE-CLIP", "Sigmoid, HP+HN"):
+        assert row in since_2024, row
+    assert "NegCLIP" not in since_2024
+    cells = Tables(text).by_benchmark("differences")["swap", "brittleness"]
+    assert len(cells) == 2  # of both from the base
+
+
+def check_card_in_a_browser(page, folder, server):
+    """No width of the probe makes the page wider than the screen, or a picture break."""
+    seen = look_at(page, folder, server)
+    assert {"1280", "390"} <= set(seen)
+    for width, found in seen.items():
+        assert found["overflow"] <= 0, (width, found)
+        assert found["broken"] == 0, (width, found)
+        assert found["images"] > 10, (width, found)
+
+
 @in_a_browser
 def test_card_in_a_browser(card, tmp_path, server):
-    for width, page in look_at(card / "card.html", tmp_path, server).items():
-        assert page["overflow"] <= 0, (width, page)
-        assert page["broken"] == 0, (width, page)
-        assert page["images"] > 10, (width, page)
+    check_card_in_a_browser(card / "card.html", tmp_path, server)
+
+
+@in_a_browser
+def test_card_of_finetuned_models_in_a_browser(finetuned_card, tmp_path, server):
+    check_card_in_a_browser(finetuned_card / "card.html", tmp_path, server)
 
 
 def photographs(folder, missing):
@@ -394,6 +448,27 @@ def test_card_of_photographs_with_missing_images(tmp_path):
     assert shown["swap", "brittleness"][1:] == ["8", "66.7", "0"]
     assert "Grey and hollow: the published rows of Table 1" in page
     assert "not comparable" not in page
+
+
+def test_card_and_terminal_say_how_many_of_the_published_items(tmp_path, monkeypatch, capsys):
+    """SugarCrepe's file of 245 exchanged objects, cut off after the second."""
+    (tmp_path / "sugarcrepe").mkdir()
+    (tmp_path / "val2017").mkdir()
+    Image.new("RGB", (40, 30)).save(tmp_path / "val2017/1.jpg")
+    texts = dict(caption="a cat on a dog", negative_caption="a dog on a cat")
+    entries = {key: dict(filename="1.jpg", **texts) for key in "01"}
+    (tmp_path / "sugarcrepe/swap_obj.json").write_text(json.dumps(entries))
+    card = tmp_path / "card.html"
+    options = ["--benchmark", "sugarcrepe-swap-obj", "--root", tmp_path, "--report", card]
+    arguments = ["compvl", "evaluate", *options, "--no-cache", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
+    with pytest.warns(CountWarning, match="2 items were read"), pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert "SugarCrepe (sugarcrepe-swap-obj: 2 of published 245 items)" in card.read_text()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "coverage" in line]
+    assert len(lines) == 1
+    assert {"published", "0.8163", "2"} <= set(lines[0].replace("│", " ").split())
 
 
 def test_card_of_a_joint_scorer_without_triplets():

@@ -11,22 +11,26 @@ import random
 import re
 import sys
 import types
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from compvl.benchmarks import order, retrieval
 from compvl.benchmarks.items import Pair
-from compvl.benchmarks.loading import REGISTRY
+from compvl.benchmarks.loading import REGISTRY, CountWarning, load_benchmark
 from compvl.benchmarks.registry import Request, locate
 from compvl.benchmarks.valse import read_valse
 from compvl.benchmarks.vl_checklist import VL_CHECKLIST
 from compvl.benchmarks.winoground import compositional_ids
 from compvl.core import CompvlError, write_json
 from compvl.downloads import DATASETS, status
+from compvl.evaluate.engine import evaluate
 from compvl.images import image_key, open_image
+from compvl.models.clip import create_model
 
 REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 
@@ -610,3 +614,91 @@ def test_every_benchmark_names_declared_data_sets():
         if entry.files:
             assert entry.datasets, name
             assert set(entry.datasets) <= set(DATASETS), name
+
+
+# --- the number of items ---
+
+
+def write_swaps(root, n):
+    """SugarCrepe's exchanged objects, whose file ends after `n` items, with photographs."""
+    (root / "coco/val2017").mkdir(parents=True)
+    entries = {}
+    for i in range(n):
+        image = f"{i % 4:012d}.jpg"
+        texts = dict(caption=f"a cat on dog {i}", negative_caption=f"a dog on cat {i}")
+        entries[str(i)] = dict(filename=image, **texts)
+        Image.new("RGB", (40, 30), (60 * (i % 4), 90, 120)).save(root / "coco/val2017" / image)
+    write_json(root / "sugarcrepe/swap_obj.json", entries)
+
+
+def load_quietly(name, root=None, **options):
+    """A benchmark; a warning about the number of its items is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CountWarning)
+        return load_benchmark(name, root, **options)
+
+
+@pytest.mark.parametrize("n", [3, 246])
+def test_another_number_of_items_than_published_is_warned_of(tmp_path, n):
+    """The warning names benchmark, file, both numbers, and what to do; the benchmark has them."""
+    write_swaps(tmp_path, n)
+    with pytest.warns(CountWarning) as caught:
+        benchmark = load_benchmark("sugarcrepe-swap-obj", tmp_path)
+    (warning,) = caught
+    message = str(warning.message)
+    file = tmp_path / "sugarcrepe/swap_obj.json"
+    for part in (f"sugarcrepe-swap-obj: {n} items were read from {file}, but 245 were", "status"):
+        assert part in message
+    assert warning.filename == __file__
+    assert benchmark.read_n == len(benchmark) == n
+    assert benchmark.source == f"SugarCrepe (sugarcrepe-swap-obj: {n} of published 245 items)"
+
+
+def test_the_published_number_of_items_is_not_warned_of(tmp_path):
+    write_swaps(tmp_path, 245)
+    benchmark = load_quietly("sugarcrepe-swap-obj", tmp_path)
+    assert benchmark.read_n is None
+    assert benchmark.source == "SugarCrepe"
+
+
+def test_a_part_that_was_asked_for_is_not_warned_of(tmp_path):
+    """Neither items that were drawn, nor those that a correction leaves, nor the microworld."""
+    write_swaps(tmp_path, 3)
+    assert load_quietly("sugarcrepe-swap-obj", tmp_path, n=2).read_n is None
+    assert load_quietly("sugarcrepe-swap-obj", tmp_path, fidelity="corrected").read_n is None
+    assert load_quietly("sugarcrepe-swap-obj", n=2).read_n is None
+
+
+def test_a_known_number_of_items_is_not_warned_of(tmp_path):
+    """Winoground's compositional items are 172 in the released tags, 171 in papers."""
+    (tmp_path / "winoground").mkdir()
+    lines = []
+    for number in sorted(compositional_ids()):
+        texts = dict(caption_0="a cat", caption_1="a dog", collapsed_tag="Object")
+        entry = dict(id=number, image_0=f"ex_{number}_0", image_1=f"ex_{number}_1", **texts)
+        lines.append(json.dumps(entry))
+    (tmp_path / "winoground/examples.jsonl").write_text("\n".join(lines))
+    assert len(load_quietly("winoground-compositional", tmp_path)) == 172
+    with pytest.warns(CountWarning, match="winoground: 172 items .* but 400 were published"):
+        load_benchmark("winoground", tmp_path)
+
+
+@real("sugarcrepe")
+def test_released_files_are_not_warned_of():
+    for name in ("sugarcrepe-add-att", "sugarcrepe-swap-obj"):
+        assert len(load_quietly(name, REAL)) == REGISTRY[name].published_n
+
+
+def test_figures_of_a_file_that_was_cut_off_say_so(tmp_path):
+    """All images are there, but most items are not; a whole file has no such row."""
+    model = create_model(device="cpu")
+    shares = {}
+    for n in (3, 245):
+        write_swaps(tmp_path / str(n), n)
+        benchmark = load_benchmark("sugarcrepe-swap-obj", tmp_path / str(n))
+        table = evaluate(model, benchmark, n_boot=10, progress=False)
+        rows = table[table.metric == "coverage"].set_index("group")
+        shares[n] = rows.value.to_dict()
+        assert set(rows.n) == {n}
+    assert shares[3] == {"all": 100, "published": pytest.approx(100 * 3 / 245)}
+    assert shares[245] == {"all": 100}

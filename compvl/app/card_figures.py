@@ -12,6 +12,7 @@ import html
 import io
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ from ..paper.fronts import TASKS, front_with_models, model_color, summary_cell
 from ..paper.html_tables import html_table
 from ..paper.kinds import SHARE_KINDS
 from ..paper.rows import Row
-from ..paper.table_rows import HP_TABLE1
+from ..paper.table_rows import HP_TABLE1, SINCE_2024
 from ..plotting import light_grid, save_figure, small_png, style, subplots
 from ..stats import bootstrap
 
@@ -50,8 +51,21 @@ def in_microworld(benchmarks: Sequence[Benchmark]) -> bool:
     return all(benchmark.source == "microworld" for benchmark in benchmarks)
 
 
+# Results of the methods since 2024, the first that is there.
+_SINCE_2024_FILES = ("12_since_2024_summary.csv", "10_beyond_later_summary.csv")
+
+
+def _measured_rows(folder: Path) -> pd.DataFrame:
+    """Committed figures of the rows of HP's Table 1, and of methods since 2024 if there are any."""
+    tables = [read_csv(folder / "01_brittleness_summary.csv")]
+    later = [folder / name for name in _SINCE_2024_FILES if (folder / name).exists()]
+    if later:
+        tables.append(read_csv(later[0]))
+    return pd.concat(tables, ignore_index=True)
+
+
 def _rows_among(in_micro: bool) -> tuple[pd.DataFrame, tuple[str, ...], str]:
-    """Measured figures of HP's rows, the published tables to read instead, and what both are."""
+    """Measured figures of rows, the published tables to read instead, and what both are."""
     if not in_micro:
         note = (
             "Grey and hollow: the published rows of Table 1 of Kamath et al. (ECCV 2024), "
@@ -61,44 +75,84 @@ def _rows_among(in_micro: bool) -> tuple[pd.DataFrame, tuple[str, ...], str]:
     folder = committed_results()
     note = (
         f"Grey: rows that were trained and measured in the microworld (profile {folder.name}, "
-        "committed with compvl), each named after the published model whose supervision it has. "
-        "Figures of the microworld are not comparable with the published ones, which are of "
-        "photographs."
+        "committed with compvl), each named after the published model whose supervision or loss "
+        "it has. Figures of the microworld are not comparable with the published ones, which are "
+        "of photographs."
     )
-    return read_csv(folder / "01_brittleness_summary.csv"), (), note
+    return _measured_rows(folder), (), note
+
+# %% ../../nbs/lib/app/06d_card_figures.ipynb #9f3733f6
+def _drawn(summary: pd.DataFrame, rows: Sequence[Row], task) -> list[Row]:
+    """The rows that have accuracy and brittleness in a summary."""
+    _, benchmark, group = task
+    found = []
+    for row in rows:
+        accuracy = summary_cell(summary, row.key, benchmark, group, "aug_acc")
+        brittleness = summary_cell(summary, row.key, benchmark, group, "brittleness")
+        if accuracy is not None and brittleness is not None:
+            found.append(row)
+    return found
 
 
-def _spoken(summary: pd.DataFrame, models: Sequence[Row], task) -> str:
-    """Accuracy and brittleness of the models in words."""
+def _spoken(summary: pd.DataFrame, models: Sequence[Row], rows: Sequence[Row], task) -> str:
+    """Accuracy and brittleness of the models in words, and the rows among which they stand."""
     title, benchmark, group = task
     parts = [f"{title}: brittleness over augmented accuracy"]
-    for model in models:
+    for model in _drawn(summary, models, task):
         accuracy = summary_cell(summary, model.key, benchmark, group, "aug_acc")
         brittleness = summary_cell(summary, model.key, benchmark, group, "brittleness")
-        if accuracy is not None and brittleness is not None:
-            found = f"accuracy {accuracy.value:.1f}, brittleness {brittleness.value:.1f} percent"
-            parts.append(f"{model.label}: {found}")
+        found = f"accuracy {accuracy.value:.1f}, brittleness {brittleness.value:.1f} percent"
+        parts.append(f"{model.label}: {found}")
+    others = [row.label for row in _drawn(summary, rows, task)]
+    if others:
+        parts.append(f"in grey {' · '.join(others)}")
     return "; ".join(parts)
 
 
-def standing_html(evaluations: Sequence[Evaluated], benchmarks: Sequence[Benchmark]) -> str:
-    """The models among the rows of HP's Table 1, on REPLACE and on SWAP, where evaluated."""
-    summary, names, note = _rows_among(in_microworld(benchmarks))
-    figures = [each.figures.assign(method=f"model: {each.title}") for each in evaluations]
-    models = [Row(f"model: {each.title}", each.title, "this evaluation") for each in evaluations]
-    summary = pd.concat([summary, *figures], ignore_index=True)
-    rows = [row for row in HP_TABLE1 if row.source != "bound"]
+def _panels(
+    summary: pd.DataFrame,
+    models: Sequence[Row],
+    rows: Sequence[Row],
+    names: Sequence[str] = (),  # published tables of `rows`
+    subtitle: str = "",
+) -> str:
+    """The models among rows, on REPLACE and on SWAP; '' where neither was evaluated."""
     panels = []
-    for task in TASKS:
+    for title, benchmark, group in TASKS:
+        task = (f"{title}{subtitle}", benchmark, group)
         try:
             figure = front_with_models(summary, models, rows, task, names)
         except CompvlError:
             continue
-        panels.append(embedded_figure(figure, _spoken(summary, models, task)))
-    if not panels:
+        panels.append(embedded_figure(figure, _spoken(summary, models, rows, task)))
+    return f'<div class="side">{"".join(panels)}</div>' if panels else ""
+
+
+def _measured_since_2024(summary: pd.DataFrame) -> list[Row]:
+    """The methods since 2024, and what they are compared with; [] where none was measured."""
+    in_table_1 = {row.key for row in HP_TABLE1}
+    measured = set(summary.method) if len(summary) else set()
+    rows = [row for row in SINCE_2024 if row.key in measured]
+    return rows if {row.key for row in rows} - in_table_1 else []
+
+
+def standing_html(evaluations: Sequence[Evaluated], benchmarks: Sequence[Benchmark]) -> str:
+    """The models on REPLACE and on SWAP, where evaluated, among rows that are known.
+
+    These are the rows of HP's Table 1 and, in the microworld, the methods since 2024."""
+    summary, names, note = _rows_among(in_microworld(benchmarks))
+    since_2024 = _measured_since_2024(summary)
+    figures = [each.figures.assign(method=f"model: {each.title}") for each in evaluations]
+    models = [Row(f"model: {each.title}", each.title, "this evaluation") for each in evaluations]
+    summary = pd.concat([summary, *figures], ignore_index=True)
+    table_1 = [row for row in HP_TABLE1 if row.source != "bound"]
+    shown = _panels(summary, models, table_1, names)
+    if not shown:
         return "<p>Neither REPLACE (both parts) nor SWAP was evaluated.</p>"
+    if since_2024:
+        shown += _panels(summary, models, since_2024, subtitle=", methods since 2024")
     text = f"Stars: this evaluation, with 95 % intervals. {note} The best place is the lower right."
-    return f'<div class="side">{"".join(panels)}</div><p class="meta">{text}</p>'
+    return f'{shown}<p class="meta">{text}</p>'
 
 # %% ../../nbs/lib/app/06d_card_figures.ipynb #d977f639
 def _brittleness_rows(figures: pd.DataFrame) -> pd.DataFrame:

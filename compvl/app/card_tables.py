@@ -39,7 +39,9 @@ _ABOUT = ("coverage", "cut", *COUNT_METRICS)  # metrics that are columns or sent
 _TITLES = METRIC_TITLES | dict(
     text_only_acc="texts alone, original accuracy",
     text_only_acc_both="texts alone, augmented accuracy",
+    gap_cp="mean |s(c) − s(c_p)|",
 )
+_DECIMALS = dict(gap_cp=4)  # of scores; others are percentages
 
 
 def metric_title(metric: str) -> str:
@@ -47,11 +49,13 @@ def metric_title(metric: str) -> str:
     return _TITLES.get(metric, metric.replace("_", " "))
 
 
-def with_interval(value: float, lo: float, hi: float) -> Html:
+def with_interval(value: float, lo: float, hi: float, decimals: int = 1) -> Html:
     """A figure with its interval, as markup; without one, the figure alone."""
+    figure = format_cell(value, decimals)
     if pd.isna(lo):
-        return Html(format_cell(value))
-    return Html(f"{format_cell(value)} {small(f'[{format_cell(lo)}, {format_cell(hi)}]')}")
+        return Html(figure)
+    interval = f"[{format_cell(lo, decimals)}, {format_cell(hi, decimals)}]"
+    return Html(f"{figure} {small(interval)}")
 
 
 def _by_place(figures: pd.DataFrame) -> dict[tuple[str, str, str], object]:
@@ -87,7 +91,7 @@ def _value(found: dict, place: tuple[str, str, str], with_ties: bool) -> Html:
     row = found.get(place)
     if row is None:
         return Html("–")
-    cell = with_interval(row.value, row.lo, row.hi)
+    cell = with_interval(row.value, row.lo, row.hi, _DECIMALS.get(row.metric, 1))
     ties = found.get((*place[:2], "ties"))
     if with_ties and ties is not None and ties.value:
         cell = Html(f"{cell} {small(f'{ties.value:.0f} tied')}")

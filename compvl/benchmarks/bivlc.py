@@ -40,6 +40,8 @@ dataset(
         (
             File(
                 f"{_BIVLC.table}/dataset_info.json",
+                size=536_810_213,
+                approx=True,  # of the repository's Parquet files, not of this one
                 also=("bivlc/test.json", "bivlc/data/test-00000-of-00002.parquet"),
                 note="columns, number, commit and 536,810,213 bytes confirmed on the card",
             ),

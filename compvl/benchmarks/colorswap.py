@@ -28,7 +28,10 @@ _TEST = HubTable(
     images=_COLUMNS.images,
 )
 _TRAIN = replace(_TEST, split="train", files="data/train.json")
-_CONFIRMED = "columns confirmed in the authors' README; size, and the hub's commit, are not"
+_CONFIRMED = (
+    "columns confirmed in the authors' README; not pinned: the hub's newest commit is fetched, and "
+    "written beside the table"
+)
 
 
 def _annotations(hub: HubTable) -> File:

@@ -23,7 +23,7 @@ _CREPE = "https://github.com/RAIVNLab/CREPE"
 _COMMIT = "1fa81c425f442396fe304f170c8eb6dc0747c814"
 _PRODUCTIVITY = "prod_hard_negatives"
 _SYSTEMATICITY = "syst_hard_negatives"
-_CONFIRMED = "columns confirmed in the authors' program; size, and folders in the archive, are not"
+_CONFIRMED = "columns and commit confirmed in the authors' repository; folders of the archive not"
 
 
 def _archive(folder: str) -> File:
@@ -57,14 +57,17 @@ def _number(path: str | Path, line: int, row: dict, column: str) -> int:
 
 
 def _hard_negatives(path: str | Path, line: int, row: dict, column: str) -> tuple[str, ...]:
-    """The hard negatives of a row."""
+    """The hard negatives of a row, a Python list, tuple or set of texts, in their order."""
+    problem = bad_line(path, line, f"no list of texts under {column}")
     try:
-        texts = ast.literal_eval(row[column])
+        written = ast.parse(row[column], mode="eval").body
+        if not isinstance(written, (ast.List, ast.Tuple, ast.Set)):
+            raise problem
+        texts = [ast.literal_eval(element) for element in written.elts]
     except (ValueError, SyntaxError):
-        texts = None
-    is_list = isinstance(texts, (list, tuple))
-    if not is_list or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise bad_line(path, line, f"no list of texts under {column}")
+        raise problem from None
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise problem
     return tuple(texts)
 
 

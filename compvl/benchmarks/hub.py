@@ -193,6 +193,7 @@ def hub_rows(request: Request, hub: HubTable) -> tuple[Path, list[dict]]:
     root = request.root
     if request.source == "hub":
         path = fetch_table(hub, root)
+        request.found.append(path)
         return path, table_rows(path, hub)
     released = f"{hub.folder}/data/{hub.split}"  # where authors put a table that was saved
     is_released = (root / released / "dataset_info.json").exists()

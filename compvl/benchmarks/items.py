@@ -166,6 +166,7 @@ class Benchmark:
     templates: tuple[str, ...] = ()  # for classification only, each with one `{}`
     not_in_macro: tuple[str, ...] = ()  # groups that the macro average leaves out
     convention: str = ""  # of the published figures, where theirs are not ours; see `CONVENTIONS`
+    read_n: int | None = None  # number of items in its files, where it is not the published one
 
     def __len__(self) -> int:
         return len(self.items)

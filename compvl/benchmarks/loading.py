@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from .registry import GROUPS, REGISTRY, Entry, Loaded, Request, group, locate
 from ..core import CompvlError, pick
 
 # %% auto #0
-__all__ = ['list_benchmarks', 'benchmark_info', 'expand', 'load_benchmark', 'load_benchmarks', 'benchmark_table']
+__all__ = ['list_benchmarks', 'benchmark_info', 'expand', 'CountWarning', 'load_benchmark', 'load_benchmarks', 'benchmark_table']
 
 # %% ../../nbs/lib/benchmarks/13_loading.ipynb #2c2fc59e
 # The order of registration is the order of `list_benchmarks`.
@@ -191,6 +192,31 @@ def _from_files(entry: Entry, request: Request, split: str | None) -> Loaded:
     loaded = entry.files(request)
     return loaded._replace(items=locate(root, _drawn(loaded, request), entry.places))
 
+# %% ../../nbs/lib/benchmarks/13_loading.ipynb #61388300
+class CountWarning(UserWarning):
+    """The files of a benchmark have another number of items than was published."""
+
+
+def _is_other_count(entry: Entry, request: Request, n: int) -> bool:
+    """Whether `n` items, of files that were read whole, are not as many as were published."""
+    is_part = request.n is not None or request.fidelity != "published"
+    if is_part or entry.published_n is None:
+        return False
+    return n not in (entry.published_n, *entry.known_n)
+
+
+def _warn_of_count(entry: Entry, request: Request, n: int) -> None:
+    """Say which files have how many items, how many were published, and what to do."""
+    files = ", ".join(map(str, dict.fromkeys(request.found))) or f"the files under {request.root}"
+    warnings.warn(
+        f"{entry.name}: {n:,} items were read from {files}, but {entry.published_n:,} were "
+        "published. If a file was cut off or changed, fetch it again (`compvl data status "
+        f"{entry.name} --data-root {request.root}` says how). If it is a release of another size, "
+        "its figures are not those of the published benchmark: give the number of items with them.",
+        CountWarning,
+        stacklevel=3,
+    )
+
 # %% ../../nbs/lib/benchmarks/13_loading.ipynb #8a3125c6
 def load_benchmark(
     name: str,  # see `list_benchmarks`
@@ -206,7 +232,9 @@ def load_benchmark(
     The scenes of the split `heldout` have combinations that no other split has
     (`compvl.benchmarks.synthetic.combinations.kept_out`). Of REPLACE's sources, `released` comes
     before `vl-checklist`. Raises `CompvlError` for an unknown name, fidelity, split or source, and
-    for files that are missing, malformed or not aligned (with file and item).
+    for files that are missing, malformed or not aligned (with file and item). Warns
+    (`CountWarning`) where released files that are read whole, as published, have another number of
+    items than was published; `source` and `read_n` of the benchmark then say how many.
     """
     if name in GROUPS or name == "all":
         raise CompvlError(
@@ -226,7 +254,11 @@ def load_benchmark(
     items, where, *about = loaded
     convention = "" if folder is None else entry.convention
     published = (fidelity, entry.published_n, *about, convention)
-    return Benchmark(name, entry.task, items, where, *published)
+    if folder is None or not _is_other_count(entry, request, len(items)):
+        return Benchmark(name, entry.task, items, where, *published)
+    _warn_of_count(entry, request, len(items))
+    where = f"{where} ({name}: {len(items):,} of published {entry.published_n:,} items)"
+    return Benchmark(name, entry.task, items, where, *published, read_n=len(items))
 
 
 def load_benchmarks(

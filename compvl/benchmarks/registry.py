@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +30,10 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a loader is called with: the arguments of `load_benchmark`."""
+    """What a loader is called with: the arguments of `load_benchmark`.
+
+    `found` is filled in as the loader asks for its files.
+    """
 
     name: str
     root: Path | None  # None: the microworld
@@ -39,6 +42,7 @@ class Request:
     n: int | None = None
     seed: int = 0
     source: str | None = None
+    found: list[Path] = field(default_factory=list, compare=False, repr=False)
 
     def _absent(self, what: str) -> CompvlError:
         return CompvlError(
@@ -53,6 +57,7 @@ class Request:
         """
         for name in names:
             if (self.root / name).exists():
+                self.found.append(self.root / name)
                 return self.root / name
         raise self._absent(" or ".join(names))
 
@@ -64,6 +69,7 @@ class Request:
         wanted = {self.source: places[self.source]} if self.source else places
         for name, place in wanted.items():
             if (self.root / place).exists():
+                self.found.append(self.root / place)
                 return name, self.root / place
         tried = [f"{place} (source {name!r})" for name, place in wanted.items()]
         raise self._absent(" or ".join(tried))
@@ -81,6 +87,7 @@ class Entry:
     files: Loader | None = None  # of the released files
     micro: Loader | None = None  # of the microworld counterpart
     published_n: int | None = None  # number of items
+    known_n: tuple[int, ...] = ()  # other numbers of items that its whole files are known to have
     datasets: tuple[str, ...] = ()  # names in `compvl.downloads` of the files that it needs
     sources: tuple[str, ...] = ()  # names for `load_benchmark(source=…)` with a root
     places: tuple[str, ...] = ()  # folders under the root where its images may be

@@ -33,7 +33,11 @@ _SUBSETS = {
     "count": _Subset("how many objects there are", 4_500),
 }
 _LISTS = ("image2text.json", "text2image.json")
-_NOTE = "form confirmed in the authors' code, number of items inferred from their printed results"
+_COMMIT = "694dfdc74fe72acdc932fd5fc919b6b0268f7a07"  # of data.zip, on the hub
+_NOTE = (
+    "form confirmed in the authors' code, number of items inferred from their printed results; "
+    "commit and 1.56 GB of the archive confirmed on the hub's page, not to the byte"
+)
 
 
 def _files() -> tuple[File, ...]:
@@ -54,8 +58,8 @@ dataset(
         "none stated",
         "https://huggingface.co/datasets/wjpoom/SPEC",
         n=sum(2 * subset.n for subset in _SUBSETS.values()),
-        steps="In the data root:  hf download wjpoom/SPEC data.zip --repo-type dataset "
-        "--local-dir spec ; unzip spec/data.zip -d spec",
+        steps="In the data root:  hf download wjpoom/SPEC data.zip --repo-type dataset --revision "
+        f"{_COMMIT} --local-dir spec ; unzip spec/data.zip -d spec",
     )
 )
 

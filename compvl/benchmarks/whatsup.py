@@ -65,7 +65,7 @@ _SPATIAL = {
     ),
 }
 _PARTS = _CONTROLLED | _SPATIAL
-_CONFIRMED = "form confirmed in the authors' program; size and checksum not confirmed"
+_CONFIRMED = "form confirmed in the authors' program"
 
 
 def _annotations(part: _Part) -> File:

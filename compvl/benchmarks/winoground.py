@@ -90,7 +90,7 @@ def _winoground(request: Request) -> Loaded:
     return _load_winoground(request)
 
 
-@register("winoground-compositional", "square", published_n=171, **_ABOUT)
+@register("winoground-compositional", "square", published_n=171, known_n=(172,), **_ABOUT)
 def _winoground_compositional(request: Request) -> Loaded:
     """Winoground's items without a tag of Diwan et al. (EMNLP 2022): 172 in their file, 171 in
     papers."""

@@ -18,7 +18,7 @@ from ..benchmarks.items import Benchmark, item_images
 from ..benchmarks.loading import load_benchmark, load_benchmarks
 from ..core import CompvlError, config_hash, git_commit, pick
 from .averages import average_figures, averages
-from .conventions import published_figures
+from .conventions import convention_of, published_figures
 from .kept import Kept
 from .parallel import processes, together
 from .scorers import scorer_of
@@ -112,12 +112,12 @@ def _benchmark_figures(
     """Rows of one benchmark: its figures, ours and `published`, coverage, and cut captions."""
     n = len(benchmark.items) - len(scores.attrs["skipped"])
     coverage = 100 * n / len(benchmark.items)
-    about = pd.DataFrame(
-        [("all", "coverage", coverage, n), ("all", "cut", scores.attrs["cut"], n)],
-        columns=["group", "metric", "value", "n"],
-    )
+    rows = [("all", "coverage", coverage, n), ("all", "cut", scores.attrs["cut"], n)]
+    if benchmark.read_n is not None:
+        rows.append(("published", "coverage", 100 * n / benchmark.published_n, n))
+    about = pd.DataFrame(rows, columns=["group", "metric", "value", "n"])
     measured = figures(outcomes, scores.group, n_boot, seed, benchmark.not_in_macro)
-    published = published_figures(benchmark.convention, scores, n_boot, seed)
+    published = published_figures(convention_of(benchmark), scores, n_boot, seed)
     parts = [part for part in (measured, published, about) if len(part)]
     return pd.concat(parts, ignore_index=True).assign(
         benchmark=benchmark.name, commit=scores.attrs["commit"]

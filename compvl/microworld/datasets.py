@@ -190,8 +190,9 @@ class FinetuneSet(PretrainSet):
     """n captioned scenes with hard negatives, hard positives and perhaps further captions.
 
     `source`, `kinds`, `rare_share`, `sound`, `checked` and `fallback` are those of
-    `compvl.microworld.supervision.make_supervision`. Raises `CompvlError` for an unknown source or
-    kind, and for options that do not go together."""
+    `compvl.microworld.supervision.make_supervision`. With `positive_kinds`, hard positives have
+    kinds of their own, and hard negatives stay as they are without it. Raises `CompvlError` for an
+    unknown source or kind, and for options that do not go together."""
 
     style = "coco"
     several = True
@@ -211,13 +212,19 @@ class FinetuneSet(PretrainSet):
         checked: bool = False,  # for `text`: whether the scene confirms that negatives are false
         fallback: bool = True,  # for `text`: whether another kind is tried where one has no text
         counterparts: bool = False,  # for `oracle`: pictures of hard negatives
+        positive_kinds: Sequence[str] | None = None,  # of hard positives alone; None: `kinds`
     ):
         super().__init__(n, seed, image_size, split)
         if dense is not None:
             pick(dense, ("text", "regions"), "kind of dense captions")
         if bag < 1:
             raise CompvlError(f"a bag of {bag} captions is none: give 1 or more")
-        self.supervision = make_supervision(source, kinds, rare_share, sound, checked, fallback)
+        options = (rare_share, sound, checked, fallback)
+        self.supervision = make_supervision(source, kinds, *options)
+        self.positive_kinds = positive_kinds
+        self.positives = self.supervision
+        if positive_kinds is not None:
+            self.positives = make_supervision(source, positive_kinds, *options)
         if counterparts and not isinstance(self.supervision, OracleSupervision):
             raise CompvlError(
                 "counterparts are pictures of the oracle's hard negatives: leave them out, or take "
@@ -242,6 +249,8 @@ class FinetuneSet(PretrainSet):
             described |= dict(dense=self.dense, bag=self.bag_size)
         if self.counterparts:
             described["counterparts"] = True
+        if self.positive_kinds is not None:
+            described["positive_kinds"] = list(self.positive_kinds)
         return described
 
     def texts(self, i: int) -> tuple[str, str | None, str | None]:
@@ -257,7 +266,7 @@ class FinetuneSet(PretrainSet):
     def _make_texts(self, i: int) -> tuple[str, str | None, str | None]:
         scene, described, rng = self._draw(i)
         negative = self.supervision.negative(scene, described, rng)
-        positive = self.supervision.positive(scene, described, rng)
+        positive = self.positives.positive(scene, described, rng)
         caption, negative, positive = map(with_seen_words, (described.text, negative, positive))
         return caption, negative, positive if positive != caption else None
 

@@ -28,7 +28,7 @@ from .weights import weights_digest
 
 # %% ../../nbs/lib/models/14c_vqa.ipynb #91f531b3
 QUESTION = 'Does this figure show "{}"? Please answer yes or no.'
-GENERATIVE_SCORES = ("vqa", "caption", "gain")
+GENERATIVE_SCORES = ("vqa", "caption", "gain", "caption-per-token", "gain-per-token")
 
 
 def _prompt(processor, question: str) -> str:
@@ -89,9 +89,12 @@ def null_images(n: int, size: int = 224) -> list[Image.Image]:
 class VQAScorer:
     """An image-text-to-text model of transformers as a `compvl.models.pairs.PairScorer`.
 
-    By `kind`, the score of a pair is the probability of `answer` in [0, 1] (`vqa`), the mean
-    log-probability of the caption's tokens in nats (`caption`), or this without the caption's prior
-    (`gain`). Raises CompvlError for a model or a question that cannot be used so.
+    By `kind`, the score of a pair is the probability of `answer` in [0, 1] (`vqa`; of an answer of
+    several tokens, the geometric mean of theirs), log p(caption | image) of the whole caption in
+    nats, at most 0 (`caption`), or log p(caption | image) − log p(caption) (`gain`). With
+    `-per-token`, log-probabilities are means over the caption's tokens in place of sums. The end of
+    the text is one of the tokens. Raises CompvlError for a model or a question that cannot be used
+    so.
     Source: Lin et al. 2024 (VQAScore), Equation 1; Lin et al. 2024 (Revisiting the Role of Language
     Priors in Vision-Language Models), Section 3."""
 
@@ -119,6 +122,11 @@ class VQAScorer:
     def device(self):
         return next(self.model.parameters()).device
 
+    @property
+    def is_per_token(self) -> bool:
+        """Whether a log-probability is the mean over tokens, not their sum."""
+        return self.kind == "vqa" or self.kind.endswith("-per-token")
+
     def fingerprint(self) -> str:
         """32 hex digits that change with anything that changes a score.
 
@@ -132,8 +140,9 @@ class VQAScorer:
             sorted(self.processor.tokenizer.get_vocab().items()),
             _prompt(self.processor, self._question("")),
             self.kind,
+            "mean" if self.is_per_token else "sum",
             self.answer if self.kind == "vqa" else None,
-            self.null_images if self.kind == "gain" else None,
+            self.null_images if self.kind.startswith("gain") else None,
         )
 
     def truncated(self, captions: Sequence[str]) -> list[bool]:
@@ -153,7 +162,7 @@ class VQAScorer:
         likelihoods = self._likelihoods(images, questions, captions)
         if self.kind == "vqa":
             return likelihoods.exp()
-        if self.kind == "gain":
+        if self.kind.startswith("gain"):
             return likelihoods - self._prior(captions)
         return likelihoods
 
@@ -186,7 +195,7 @@ class VQAScorer:
         return {name: values for name, values in inputs.items() if name != "labels"}
 
     def _likelihoods(self, images, questions, captions) -> Tensor:
-        """Mean log-probability of the tokens of each answer, float32 [B]."""
+        """Log-probability of each answer, float32 [B]: the sum over its tokens, or the mean."""
         answers = [self._answer(caption) for caption in captions]
         pad = self.processor.tokenizer.pad_token_id or 0
         prefix = self.model.config.model_type == "paligemma"
@@ -195,12 +204,13 @@ class VQAScorer:
         length = inputs["input_ids"].shape[1]
         logits = self._logits(inputs, length - min(starts) + 1)
         first = length - logits.shape[1]  # the place of the first logits
-        means = []
+        found = []
         for row, start, answer in zip(logits, starts, answers, strict=True):
             place = start - 1 - first
             predicted = row[place : place + len(answer)].float().log_softmax(-1).cpu()
-            means.append(predicted.gather(1, answer[:, None]).mean())
-        return torch.stack(means)
+            by_token = predicted.gather(1, answer[:, None])
+            found.append(by_token.mean() if self.is_per_token else by_token.sum())
+        return torch.stack(found)
 
     def _logits(self, inputs: dict, keep: int) -> Tensor:
         """Logits of the last `keep` places, or of all, where the model cannot leave any out."""
@@ -219,8 +229,8 @@ class VQAScorer:
             by_image = []
             for image in null_images(self.null_images):
                 by_image.append(self._likelihoods([image] * len(new), [""] * len(new), new))
-            means = torch.stack(by_image).logsumexp(0) - log(self.null_images)
-            self._priors.update(zip(new, means.tolist(), strict=True))
+            priors = torch.stack(by_image).logsumexp(0) - log(self.null_images)
+            self._priors.update(zip(new, priors.tolist(), strict=True))
         return torch.tensor([self._priors[caption] for caption in captions])
 
 # %% ../../nbs/lib/models/14c_vqa.ipynb #89402699

@@ -98,7 +98,7 @@ def _names(keys: Sequence[str], most: int) -> str:
     names = [_label(key) for key in keys[:most]]
     if len(keys) > most:
         names.append(f"{len(keys) - most} more")
-    return ", ".join(names) or "others"
+    return "; ".join(names) or "others"
 
 
 def _recommendation(choice, unit: str, most: int) -> str:
@@ -115,10 +115,12 @@ def _recommendation(choice, unit: str, most: int) -> str:
             "did not choose"
         )
     value = figure_text(choice.value)
-    ahead, lo, hi = (figure_text(v, sign="+") for v in (choice.ahead, choice.lo, choice.hi))
+    lo, hi = (figure_text(end, sign="+") for end in (choice.lo, choice.hi))
+    compared = "better" if choice.ahead >= 0 else "worse"
     return (
         f"- {choice.goal}: {advised}. {best} has {value} on the items that did not choose, "
-        f"{ahead} {unit} better than {second}, which came second [{lo}, {hi}]."
+        f"{figure_text(abs(choice.ahead))} {unit} {compared} than {second}, which came second "
+        f"(lead in [{lo}, {hi}])."
     )
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHAINS', 'FEWEST', 'MEASURES', 'words_changed', 'operate', 'harden', 'by_times', 'next_application',
-           'hardness_curves']
+           'harder_findings', 'hardness_curves']
 
 # %% ../../nbs/lib/paper/21a_iterated.ipynb #9511ed14
 import random
@@ -19,10 +19,11 @@ from ..evaluate.scorers import scorer_of
 from ..microworld.oracle import readable, truth
 from ..microworld.scenes import Scene
 from ..microworld.vocabulary import microworld_words
+from .claims import FINDING_COLUMNS
 from .looks import Look, short
 from .panels import look_of_label
 from ..plotting import BLUE, GREEN, ORANGE, PURPLE, VERMILLION, light_grid, style, subplots
-from ..stats import bootstrap, resampled_difference, seed_bootstrap
+from ..stats import bootstrap, resampled_difference, seed_bootstrap, verdict
 from ..text.hard_negatives import iterated
 from ..text.lexicon import Words
 from ..text.lexicon import words as shipped_words
@@ -214,6 +215,31 @@ def next_application(hardened: pd.DataFrame, n_boot: int = 1000) -> pd.DataFrame
                 interval = resampled_difference(boot)
                 rows.append((name, k, measure, len(both), *means, diff, *interval))
     return pd.DataFrame(rows, columns=_STEP_COLUMNS)
+
+# %% ../../nbs/lib/paper/21a_iterated.ipynb #9bd51af1
+def harder_findings(steps: pd.DataFrame) -> pd.DataFrame:
+    """That one more application makes negatives harder, from rows of `next_application`.
+
+    A row for each of SWAP, REPLACE, ADD and any of the three, and each k up to 2, with the columns
+    of `compvl.paper.claims.evaluate_claims`. Ids are such as 'harder-2-swap' (from 1 to 2). Source:
+    Chen et al. 2025 (TCL), Table 2.
+    """
+    if steps.empty:
+        return pd.DataFrame(columns=FINDING_COLUMNS)
+    is_claimed = (steps.measure == "hard") & (steps.k <= 2)
+    is_claimed &= ~steps.operators.str.contains(" and ")
+    rows = []
+    for step in steps[is_claimed].itertuples():
+        operator = step.operators.split()[0].lower()
+        claim = (
+            f"A negative of {step.k + 1} applications ({step.operators}) is ranked above the "
+            f"caption more often than one of {step.k}"
+        )
+        id = f"harder-{step.k + 1}-{operator}"
+        outcome = verdict(step.lo, step.hi, 1)
+        numbers = (step.a, step.b, step.diff, step.lo, step.hi, step.p, step.n)
+        rows.append((id, claim, *numbers, 1, np.nan, outcome))
+    return pd.DataFrame(rows, columns=FINDING_COLUMNS)
 
 # %% ../../nbs/lib/paper/21a_iterated.ipynb #48a4ed80
 _CHAIN_LOOKS = {

@@ -128,9 +128,14 @@ def _several_tests(tests: pd.DataFrame, unit: str, published: str) -> str:
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #7aba8cf0
 def items_needed(tests: pd.DataFrame) -> pd.Series:
-    """Number of items at which each test would be decided; NaN where nothing was published."""
-    wanted = tests.published.abs() / 2
-    return tests.n * ((tests.hi - tests.lo) / wanted) ** 2
+    """Number of items at which each test would be decided.
+
+    With a published difference: where its half no longer fits into an interval beside zero. Without
+    one: where an interval around the measured difference no longer contains zero. NaN where the
+    measured difference is zero."""
+    width = tests.hi - tests.lo
+    wanted = (tests.published.abs() / 2).fillna(2 * tests.difference.abs())
+    return tests.n * (width / wanted.replace(0, np.nan)) ** 2
 
 
 def _needed_text(tests: pd.DataFrame) -> str:

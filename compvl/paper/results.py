@@ -23,7 +23,7 @@ from ..evaluate.tasks import task_of
 from .columns import Column
 from .profiles import Profile
 from .rows import Row
-from ..stats import Correlation, resampled_difference, seed_bootstrap
+from ..stats import Correlation, resampled_difference, seed_bootstrap, seed_shares
 
 # %% ../../nbs/lib/paper/08_results.ipynb #d7d1a814
 _SUMMARY = "benchmark group method metric value lo hi n seeds seed_lo seed_hi".split()
@@ -57,8 +57,7 @@ def _parts_of(outcomes, table: pd.DataFrame, group: str) -> list[np.ndarray]:
 def _resample_seeds(correlations: list[Correlation], n_boot: int) -> tuple[float, np.ndarray]:
     """Mean of the seeds' correlations, and its resampled values [n_boot] over pairs and seeds."""
     n = len(correlations)
-    rng = np.random.default_rng(0)
-    shares = rng.multinomial(n, [1 / n] * n, n_boot) / n
+    shares = seed_shares(n, n_boot, np.random.default_rng(0))
     resampled = np.stack([correlation.resampled(n_boot) for correlation in correlations], 1)
     value = float(np.mean([correlation.value for correlation in correlations]))
     return value, (shares * resampled).sum(1)
@@ -323,7 +322,9 @@ def _averaged_figures(res: Results) -> list[tuple]:
             continue
         is_first = res.table.method == row.of[0]
         is_mean = ~res.table.metric.isin(["ties", "coverage", "cut"])
-        figures = res.table.loc[is_first & is_mean, ["seed", "benchmark", "group", "metric"]]
+        is_ours = ~res.table.group.str.startswith("published")  # and not by a released convention
+        columns = ["seed", "benchmark", "group", "metric"]
+        figures = res.table.loc[is_first & is_mean & is_ours, columns]
         for seed, *figure in figures.itertuples(index=False, name=None):
             if not res.correlations(row.of[0], *figure):
                 found.append((row.key, seed, *figure))

@@ -36,7 +36,7 @@ _POSITIVE_KINDS = ("swap", "replace", "paraphrase")
 def _kinds_of_files(option: str, row: Row) -> list[str]:
     """The kinds of the row that have a file of hard positives, or of hard negatives."""
     if option == "hard_positives":
-        return [kind for kind in row.kinds if kind in _POSITIVE_KINDS]
+        return [kind for kind in row.positive_kinds if kind in _POSITIVE_KINDS]
     return [kind for kind in row.kinds if kind != "paraphrase"]
 
 
@@ -90,6 +90,8 @@ def train_config(row: Row, profile: Profile, seed: int = 0) -> TrainConfig:
         fields["lr"] *= row.rate
     if row.attribution in profile.w_attr:
         fields["w_attr"] = profile.w_attr[row.attribution]
+    if row.base:
+        fields |= dict(model=row.base, pretrained="base")
     fields |= row.train
     if profile.data == "coco":
         fields["data_options"] = _coco_options(profile, row)
@@ -106,11 +108,13 @@ def _is_trained_here(row: Row, profile: Profile) -> bool:
 
 
 def seeds_of(row: Row, profile: Profile) -> tuple[int, ...]:
-    """The seeds of a row: of its training runs, or of the pretraining of its `base`.
+    """The seeds of a row: of its training runs, or of the pretraining of a shipped model.
 
-    What is not trained has seed 0 alone.
+    What is not trained has seed 0 alone; a row that the microworld has no model for, none there.
     """
-    if row.base:
+    if not (profile.root or row.has_counterpart):
+        return ()
+    if row.is_shipped:
         return (0,) if profile.root else profile.base_seeds
     return profile.seeds if _is_trained_here(row, profile) else (0,)
 
@@ -121,10 +125,10 @@ AnyConfig = TrainConfig | MatcherConfig | CaptionerConfig  # of the run behind a
 def run_config(row: Row, profile: Profile, seed: int = 0) -> AnyConfig | None:
     """Config of the run that makes a row's model.
 
-    None where there is no run: the model is shipped (seed 0 of a `base`) or released, or the row
-    is a bound. Raises CompvlError as `train_config` does.
+    None where there is no run: the model is shipped (seed 0) or released, or the row is a bound.
+    Raises CompvlError as `train_config` does.
     """
-    if row.base:
+    if row.is_shipped:
         if profile.root or not seed:
             return None
         if row.base == "micro-xvlm":
@@ -188,9 +192,21 @@ def finished_model(
 
 # %% ../../nbs/lib/paper/06_runs.ipynb #ad9f6e72
 def _base_model(row: Row, profile: Profile) -> Model | PairScorer:
-    """The shipped model of a row with a `base`; with downloads, the released one."""
+    """The model of a row that `is_shipped`; with downloads, the released one.
+
+    Raises CompvlError where there is no such model."""
+    if profile.root and not row.zoo:
+        raise CompvlError(
+            f"{row.label}: there is no released model of this kind; "
+            "the row is of the microworld alone."
+        )
     if profile.root:
         return open_scorer(row.zoo, root=profile.root)
+    if not row.has_counterpart:
+        raise CompvlError(
+            f"{row.label} has no counterpart in the microworld: the profile paper evaluates the "
+            "released model."
+        )
     return open_scorer(row.base, "base")
 
 
@@ -221,12 +237,7 @@ def row_model(
     """
     if row.is_start and not seed:
         return create_model(profile.model, profile.train["pretrained"])
-    if row.base and profile.root and not row.zoo:
-        raise CompvlError(
-            f"{row.label}: there is no released model of this kind; "
-            "the row is of the microworld alone."
-        )
-    if row.base and not seed:
+    if row.is_shipped and (not seed or profile.root):
         return _base_model(row, profile)
     if _is_released(row, profile):
         return load_zoo(row.zoo, profile.root)

@@ -75,8 +75,8 @@ def _margin(key: str) -> Contrast:
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #2e9720bc
 _RARE_WORDS = (
-    "Brittleness of this kind follows rare words in hard negatives, whose share is that of the "
-    "released files here (see *Beyond the papers*)."
+    "Brittleness of this kind may come from rare words in hard negatives, whose share is that of "
+    "the released files here; *Beyond the papers* measures how far."
 )
 _SECTION_4 = [
     Statement(
@@ -208,11 +208,11 @@ _SCORES = [
         "hard negatives lower s(c)",
         tuple(_mean_score(_OTHERS, ("clip",), on, "mean of seven − CLIP") for on in _ON_BOTH),
         unit="hundredths",
-        why="Finetuning on captions alone raises this score here; see CLIP-COCO in Table 9.",
+        why="Finetuning on captions alone raises this score here (CLIP-COCO).",
     ),
     Statement(
         "HP12",
-        "Table 9",
+        "Appendix D.2, Table 9",
         "HP+HN lowers it less than they do",
         "HP+HN lowers s(c) less",
         tuple(_mean_score(("hp+hn",), _OTHERS, on, "HP+HN − mean of seven") for on in _ON_BOTH),
@@ -240,6 +240,28 @@ _SCORES = [
         "HP+HN scores the hard positive above the hard negative",
         "HP+HN: hard positive above",
         (_margin("hp+hn"),),
+        unit="hundredths",
+    ),
+    Statement(
+        "HP47",
+        "Section 5.2, on Table 2",
+        "HP+HN lowers the score of the hard negative, and not those of the caption and the hard "
+        "positive (here: more than the mean of these two, from CLIP)",
+        "HP+HN lowers s(c_n) alone",
+        (
+            Contrast(
+                _TABLE1,
+                "HP+HN − CLIP: s(c_n) − mean of s(c) and s(c_p), REPLACE",
+                (
+                    *mean_of(("hp+hn",), [MEAN_SCORES[1]]),
+                    *mean_of(("clip",), [MEAN_SCORES[1]], -1.0),
+                    *mean_of(("hp+hn",), [MEAN_SCORES[0], MEAN_SCORES[2]], -1.0),
+                    *mean_of(("clip",), [MEAN_SCORES[0], MEAN_SCORES[2]]),
+                ),
+                paper="hard_positives_table2",
+                scale=100.0,
+            ),
+        ),
         unit="hundredths",
     ),
 ]
@@ -445,7 +467,7 @@ def _model_change(key: str, column: Column, sign: int) -> Contrast:
 _APPENDIX_B = [
     Statement(
         "HP36",
-        "Table 7",
+        "Appendix B, Table 7",
         "Models are worse on relations than on attributes: CLIP, the models of other groups on "
         "average, and HP+HN",
         "relations harder than attributes",
@@ -472,14 +494,14 @@ _APPENDIX_B = [
     ),
     Statement(
         "HP38",
-        "Table 8",
+        "Appendix B, Table 8",
         "A RoBERTa text tower is poor on SWAP",
         "RoBERTa poor on SWAP",
         tuple(_model_change("roberta", columns["swap"], -1) for columns in (_ORIGINAL, _AUGMENTED)),
     ),
     Statement(
         "HP39",
-        "Table 8",
+        "Appendix B, Table 8",
         "It is fair on REPLACE: the difference from CLIP is larger on SWAP",
         "RoBERTa fair on REPLACE",
         (
@@ -498,7 +520,7 @@ _APPENDIX_B = [
     ),
     Statement(
         "HP40",
-        "Table 8",
+        "Appendix B, Table 8",
         "Pretraining on DataComp seems to hurt, on REPLACE more than on SWAP",
         "DataComp hurts",
         (
@@ -522,14 +544,14 @@ _APPENDIX_B = [
     ),
     Statement(
         "HP41",
-        "Table 8",
+        "Appendix B, Table 8",
         "A ResNet image tower (RN50) seems to improve performance slightly",
         "RN50 improves slightly",
         tuple(_model_change("rn50", _AUGMENTED[on], 1) for on in _ON_BOTH),
     ),
     Statement(
         "HP42",
-        "Table 8",
+        "Appendix B, Table 8",
         "XVLM, a cross-encoder, is far ahead of CLIP. (The paper names a likely leak: it was "
         "trained on the images of the benchmarks.)",
         "XVLM ahead",
@@ -576,10 +598,266 @@ _APPENDIX_E = [
     ),
     Statement(
         "HP46",
-        "Section 5.2",
+        "Table 10",
         "HP+HN keeps the gain in retrieval over CLIP",
         "HP+HN gains retrieval",
         _standard("hp+hn", "clip", _RECALL),
     ),
+    Statement(
+        "HP48",
+        "Table 10",
+        "Hard positives beside hard negatives keep performance on these tasks, and improve it on "
+        "most",
+        "hard positives cost no standard task",
+        _standard("hp+hn", "hn", [*_CLASSIFICATION, *_RECALL]),
+        "most",
+    ),
 ]
-HP = [*_SECTION_4, *_SCORES, *_SECTION_5, *_SECTION_5_3, *_APPENDIX_B, *_APPENDIX_E]
+
+# %% ../../nbs/lib/paper/18b_statements_hp.ipynb #1167e1ac
+_CONTROL = ("clip-coco",)
+_THAN_CONTROL = "against the control of Table 10"
+
+
+def _against_control(column: Column, test: str, keys: tuple[str, ...], sign: int) -> Contrast:
+    """The mean of a figure over rows, minus that of CLIP-COCO."""
+    return _mean_change(column, f"{test} − CLIP-COCO", keys, _CONTROL, paper="", sign=sign)
+
+
+_CONTROLLED = [
+    Statement(
+        "HP49",
+        f"Section 4.2, {_THAN_CONTROL}",
+        "Finetuned on hard negatives, models lose more by hard positives than CLIP-COCO does, on "
+        "average over the seven models (HP3)",
+        "hard negatives: larger loss, control",
+        tuple(
+            Contrast(
+                _TABLE1,
+                f"loss by hard positives, mean of seven models − CLIP-COCO, {on.upper()}",
+                (*_loss(_OTHERS, on), *_loss(_CONTROL, on, -1.0)),
+                sign=1,
+            )
+            for on in _ON_BOTH
+        ),
+    ),
+    Statement(
+        "HP50",
+        f"Table 1, {_THAN_CONTROL}",
+        "They have a higher original accuracy than CLIP-COCO, on average (HP4)",
+        "hard negatives: original accuracy, control",
+        tuple(
+            _against_control(_ORIGINAL[on], "mean of seven models", _OTHERS, 1) for on in _ON_BOTH
+        ),
+    ),
+    Statement(
+        "HP51",
+        f"Section 4.2, {_THAN_CONTROL}",
+        "They are more brittle than CLIP-COCO, on average (HP5)",
+        "hard negatives: brittleness, control",
+        tuple(
+            _against_control(_BRITTLENESS[on], "mean of seven models", _OTHERS, 1)
+            for on in _ON_BOTH
+        ),
+    ),
+    Statement(
+        "HP52",
+        f"Section 4.2, {_THAN_CONTROL}",
+        "Models with hard negatives by replacing are more brittle on SWAP than CLIP-COCO (HP8)",
+        "oversensitivity transfers, control",
+        (_against_control(_BRITTLENESS["swap"], "by replacing", _BY_REPLACE, 1),),
+    ),
+    Statement(
+        "HP53",
+        f"Table 1, {_THAN_CONTROL}",
+        "HN is more brittle than CLIP-COCO on SWAP (HP19)",
+        "HN more brittle on SWAP, control",
+        (_change("hn", "clip-coco", _BRITTLENESS["swap"], sign=1),),
+    ),
+    Statement(
+        "HP54",
+        f"Table 1, {_THAN_CONTROL}",
+        "HP+HN improves on CLIP-COCO in augmented accuracy (HP24)",
+        "HP+HN over CLIP-COCO",
+        tuple(_change("hp+hn", "clip-coco", _AUGMENTED[on], sign=1) for on in _ON_BOTH),
+    ),
+]
+
+# %% ../../nbs/lib/paper/18b_statements_hp.ipynb #20201042
+_NOT_HARD = ("svlc+pos", "dac-llm", "dac-sam")  # trained with positives that are not hard
+_NEGATIVES_ONLY = ("negclip", "crepe-swap", "crepe-replace", "svlc")
+_WEIGHTS = ("hp+0hn", "hp+0.25hn", "hp+0.5hn", "hp+0.75hn", "hp+hn")
+
+
+def _attributes_over_relations(metric: str, sign: int) -> Contrast:
+    """A figure of HP+HN on attributes minus that on relations."""
+    terms = (
+        *mean_of(("hp+hn",), [_ATTRIBUTES[metric]]),
+        *mean_of(("hp+hn",), [_RELATIONS[metric]], -1.0),
+    )
+    return Contrast(_TABLE1, f"HP+HN: attributes − relations, {metric}", terms, sign=sign)
+
+
+def _below_the_caption(key: str) -> tuple:
+    """Terms of the score of the hard positive minus that of the caption, REPLACE."""
+    return (
+        *mean_of((key,), [MEAN_SCORES[2]]),
+        *mean_of((key,), [MEAN_SCORES[0]], -1.0),
+    )
+
+
+def _other_kind(keys: tuple[str, ...], place: tuple[str, str, str], test: str) -> Contrast:
+    """The mean score of hard positives: of rows minus CLIP, in hundredths."""
+    terms = (*mean_of(keys, [place]), *mean_of(("clip",), [place], -1.0))
+    return Contrast(_TABLE1, f"{test} − CLIP, s(c_p)", terms, sign=-1, scale=100.0)
+
+
+_MORE = [
+    Statement(
+        "HP55",
+        "Section 1",
+        "Hard positives and negatives of one kind lower brittleness on that kind below HN's",
+        "one kind helps on its own kind",
+        (
+            _change("swap-only", "hn", _BRITTLENESS["swap"]),
+            _change("replace-only", "hn", _BRITTLENESS["replace"]),
+        ),
+    ),
+    Statement(
+        "HP56",
+        "Section 4.2",
+        "DAC-LLM loses most on REPLACE by hard positives: 38.7 points, CLIP 14.9",
+        "DAC-LLM loses most",
+        (
+            Contrast(
+                _TABLE1,
+                "loss by hard positives, DAC-LLM − CLIP, REPLACE",
+                (*_loss(("dac-llm",), "replace"), *_loss(("clip",), "replace", -1.0)),
+                paper="hard_positives_table1",
+            ),
+        ),
+    ),
+    Statement(
+        "HP57",
+        "Section 4.2",
+        "Models trained with positives that are not hard usually do much worse than those trained "
+        "on hard negatives alone (here: where Table 1 shows it, in brittleness on REPLACE and "
+        "augmented accuracy on SWAP)",
+        "positives that are not hard",
+        (
+            _mean_change(
+                _BRITTLENESS["replace"], "with positives − without", _NOT_HARD, _NEGATIVES_ONLY
+            ),
+            _mean_change(
+                _AUGMENTED["swap"], "with positives − without", _NOT_HARD, _NEGATIVES_ONLY
+            ),
+        ),
+    ),
+    Statement(
+        "HP58",
+        "Section 5.4",
+        "DAC-LLM lowers the scores of all three texts on REPLACE (HP13 has the caption)",
+        "DAC-LLM lowers all scores",
+        tuple(
+            _change("dac-llm", "clip", column, paper="hard_positives_table2", scale=100.0)
+            for column in MEAN_SCORES[1:]
+        ),
+        unit="hundredths",
+    ),
+    Statement(
+        "HP59",
+        "Sections 4.3 and 5.2",
+        "DAC-LLM puts the hard positive further below the caption than CLIP does",
+        "DAC-LLM: hard positive below caption",
+        (
+            Contrast(
+                _TABLE1,
+                "s(c_p) − s(c), DAC-LLM − CLIP, REPLACE",
+                (
+                    *_below_the_caption("dac-llm"),
+                    *((-weight, figure) for weight, figure in _below_the_caption("clip")),
+                ),
+                paper="hard_positives_table2",
+                scale=100.0,
+            ),
+        ),
+        unit="hundredths",
+    ),
+    Statement(
+        "HP60",
+        "Section 4.3",
+        "Models with hard negatives of one kind lower the scores of hard positives of the other "
+        "kind",
+        "lower scores of the other kind",
+        (
+            _other_kind(_BY_SWAP, MEAN_SCORES[2].figure, "by swapping, REPLACE"),
+            _other_kind(_BY_REPLACE, ("swap", "all", "mean_p"), "by replacing, SWAP"),
+        ),
+        unit="hundredths",
+    ),
+    Statement(
+        "HP61",
+        "Section 5.2",
+        "On SWAP, HP+HN is less brittle than NegCLIP, CREPE and DAC-SAM",
+        "HP+HN ahead on SWAP: brittleness",
+        tuple(
+            _change("hp+hn", key, _BRITTLENESS["swap"])
+            for key in ("negclip", "crepe-swap", "crepe-replace", "dac-sam")
+        ),
+    ),
+    Statement(
+        "HP62",
+        "Section 5.3",
+        "From each weight of hard negatives to the next, original and augmented accuracy rise",
+        "each step of the weight helps",
+        tuple(
+            _change(b, a, columns[on], _TABLE3)
+            for columns, on, (a, b) in product(
+                (_ORIGINAL, _AUGMENTED), _ON_BOTH, tuple(zip(_WEIGHTS, _WEIGHTS[1:], strict=False))
+            )
+        ),
+        "most",
+    ),
+    Statement(
+        "HP63",
+        "Appendix B",
+        "HP+HN is better on attributes than on relations, in augmented accuracy and brittleness as "
+        "well",
+        "HP+HN: attributes easier",
+        (
+            _attributes_over_relations("aug_acc", 1),
+            _attributes_over_relations("brittleness", -1),
+        ),
+    ),
+    Statement(
+        "HP64",
+        "Appendix D.2",
+        "HP+HN lowers the score of the caption less than each model of other groups but CREPE-Swap",
+        "HP+HN lowers s(c) less than each",
+        tuple(
+            _change("hp+hn", key, column, paper="hard_positives_table9", scale=100.0)
+            for key, column in product(_OTHERS, ORIGINAL_SCORE)
+            if key != "crepe-swap"
+        ),
+        "most",
+        unit="hundredths",
+    ),
+    Statement(
+        "HP65",
+        "Appendix E",
+        "HP+HN loses classification against CLIP (ImageNet, VTAB)",
+        "HP+HN costs classification",
+        _standard("hp+hn", "clip", _CLASSIFICATION),
+        why="Finetuning on captions alone costs none here.",
+    ),
+]
+HP = [
+    *_SECTION_4,
+    *_SCORES,
+    *_SECTION_5,
+    *_SECTION_5_3,
+    *_APPENDIX_B,
+    *_APPENDIX_E,
+    *_CONTROLLED,
+    *_MORE,
+]

@@ -25,6 +25,12 @@ def _of_operators(pattern: str) -> tuple[str, ...]:
     return tuple(pattern.format(operator.lower()) for operator in _THEOREMS)
 
 
+def _identified(world: str) -> tuple[str, ...]:
+    """The ids of findings that features contain the invariant block, and no private one."""
+    found = product(("image", "text"), ("invariant", "private"))
+    return tuple(f"{world}-{tower}-{block}" for tower, block in found)
+
+
 def _same_loss(number: int, operator: str) -> Statement:
     """That blindness to an operator costs no contrastive loss."""
     return Statement(
@@ -64,18 +70,19 @@ TCL = [
     Statement(
         "TCL1",
         "Theorem 5",
-        "A contrastive optimum identifies the modal-invariant block, texts generated as sentences",
+        "A contrastive optimum identifies the modal-invariant block and nothing else, texts "
+        "generated as sentences (here: R² above 90 % of it, and below 10 % of a private block)",
         "invariant block identified, sentences",
-        (Findings(_CAUSAL, ("sentence-image-invariant", "sentence-text-invariant")),),
+        (Findings(_CAUSAL, _identified("sentence")),),
         unit="hundredths",
     ),
     Statement(
         "TCL2",
         "Theorem 5",
-        "A contrastive optimum identifies the modal-invariant block, texts generated token by "
-        "token",
+        "A contrastive optimum identifies the modal-invariant block and nothing else, texts "
+        "generated token by token (by the same bounds)",
         "invariant block identified, tokens",
-        (Findings(_CAUSAL, ("tokens-image-invariant", "tokens-text-invariant")),),
+        (Findings(_CAUSAL, _identified("tokens")),),
         unit="hundredths",
     ),
     _same_loss(3, "SWAP"),
@@ -86,18 +93,14 @@ TCL = [
     _blind_fails(8, "ADD"),
     Statement(
         "TCL9",
-        "Theorems 7–9",
+        "text, results",
         "So trained CLIP may be near the blind encoders (here: nearer than to the true-optimal "
-        "ones)",
+        "ones, by its accuracy, and less sensitive to the edit than these, by its text features)",
         "CLIP is near the blind encoders",
         (
-            Findings(
-                _CAUSAL,
-                ("clip-swap-near-blind", "clip-replace-near-blind", "clip-add-near-blind"),
-                any_of=True,
-            ),
+            Findings(_CAUSAL, _of_operators("clip-{}-near-blind"), any_of=True),
+            Findings(_CAUSAL, _of_operators("clip-{}-insensitive"), any_of=True),
         ),
-        "most",
     ),
     Statement(
         "TCL10",
@@ -109,7 +112,7 @@ TCL = [
     ),
     Statement(
         "TCL11",
-        "Table 2",
+        "text, conclusion",
         "Negatives of repeated operators are harder",
         "repeated operators: harder",
         (
@@ -135,7 +138,7 @@ TCL = [
     ),
     Statement(
         "TCL13",
-        "Table 2",
+        "text, limitations",
         "Returns diminish as operators are combined",
         "repeated operators: diminishing returns",
         (
@@ -156,21 +159,23 @@ TCL = [
         "The features of images and of texts are apart: there is a modality gap",
         "there is a modality gap",
         (Findings(_CAUSAL, ("clip-modality-gap",), seeds=1),),
-        kind="premise",
+        kind="by construction",
     ),
     Statement(
         "TCL15",
-        "Theorems 7–9",
+        "Theorems 7–9 (beside them)",
         "A text tower of CLIP that is trained to be blind to SWAP, REPLACE or ADD reaches the "
-        "held-out contrastive loss of one that is not (to 0.1 nats)",
+        "held-out contrastive loss of one that is not (to 0.1 nats), where that one has learned",
         "trained blind: same loss",
-        (Findings(f"{_READERS}_loss_findings", _of_operators("trained-{}-same-loss")),),
-        "most",
+        (
+            Findings(f"{_READERS}_loss_findings", _of_operators("trained-{}-same-loss")),
+            Findings(f"{_READERS}_loss_findings", _of_operators("trained-{}-learned")),
+        ),
         unit="nats",
     ),
     Statement(
         "TCL16",
-        "Theorems 7–9",
+        "Theorems 7–9 (beside them)",
         "A text tower of CLIP that is trained to be blind is less accurate on hard negatives than "
         "one that is not",
         "trained blind: accuracy apart",
@@ -191,15 +196,22 @@ TCL = [
     ),
     Statement(
         "TCL18",
-        "Theorem 5",
-        "A contrastive optimum identifies the invariant block where private blocks are made from "
-        "it as well, features of the true dimension",
+        "Theorem 5 (beside it)",
+        "A contrastive optimum identifies the invariant block and nothing else where private "
+        "blocks are made from it as well, with features of the true dimension (by the same bounds, "
+        "of what is a private block's own)",
         "invariant block identified, hard case",
-        (
-            Findings(
-                _HARD,
-                ("hard-new-6-image", "hard-new-6-text", "hard-1000-6-image", "hard-1000-6-text"),
-            ),
-        ),
+        (Findings(_HARD, _identified("hard-new-6") + _identified("hard-1000-6")),),
+        unit="hundredths",
+    ),
+    Statement(
+        "TCL19",
+        "Theorem 5 (beside it)",
+        "With features of more numbers than the invariant block (12 instead of 6), they identify "
+        "it and nothing else as well",
+        "invariant block identified, wide features",
+        (Findings(_HARD, _identified("hard-new-12") + _identified("hard-1000-12")),),
+        unit="hundredths",
+        why="Features that have room left encode what training pairs alone need.",
     ),
 ]

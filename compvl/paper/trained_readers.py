@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['READER_CONFIGS', 'SAME_LOSS', 'READER_NAMES', 'ReaderConfig', 'reader_config', 'patch_tokens', 'Reader',
-           'train_reader', 'measure_reader', 'trained_readers']
+           'train_reader', 'measure_reader', 'trained_readers', 'reader_findings']
 
 # %% ../../nbs/lib/paper/20j_trained_readers.ipynb #0be7f780
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from ..microworld.scenes import Scene
 from ..models.clip import Model, create_model
 from .causal_supports import SUPPORTS, Support
 from .drawn_supports import DRAWN_VALUES, drawn_captions, drawn_scenes
+from .estimates import figure, finding
 from .profiles import PROFILES
 from ..train.word_table import train_words_only, whole_vocabulary
 
@@ -211,3 +214,57 @@ def trained_readers(
 def _stacked(of_seeds: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Measures of several seeds, each [seeds, ·]."""
     return {name: np.stack([one[name] for one in of_seeds]) for name in of_seeds[0]}
+
+# %% ../../nbs/lib/paper/20j_trained_readers.ipynb #0ad6671c
+def _loss_findings(operator: str, plain, blind, batch: int, n_boot: int) -> list[dict]:
+    """That both towers have the same loss, and that the plain one has learned."""
+    of_plain = figure(plain["loss"], n_boot)
+    of_blind = figure(blind["loss"], n_boot)
+    half_uninformed = figure(math.log(batch) / 2, n_boot)
+    same = f"{operator}: held-out loss of the tower trained to be blind is that of the plain one"
+    learned = (
+        f"{operator}: the plain tower has learned (half the loss of an uninformed one, or less)"
+    )
+    id = f"trained-{operator.lower()}"
+    return [
+        finding(f"{id}-same-loss", same, of_plain, of_blind, within=SAME_LOSS),
+        finding(f"{id}-learned", learned, half_uninformed, of_plain, -1),
+    ]
+
+
+def _reading_findings(operator: str, plain, blind, free, n_boot: int) -> list[dict]:
+    """That the blind tower is less accurate, and that two towers without constraint read."""
+    chance = figure(50.0, n_boot)
+    accuracy = figure(plain["accuracy_half"], n_boot)
+    of_blind = figure(blind["accuracy_half"], n_boot)
+    apart = f"{operator}: accuracy on hard negatives falls from the plain to the blind tower"
+    reads = f"{operator}: micro-CLIP's text tower, unconstrained, learns to read (above chance)"
+    free_reads = f"{operator}: a perceptron on the whole caption, unconstrained, learns to read"
+    name = operator.lower()
+    return [
+        finding(f"trained-{name}-apart", apart, accuracy, of_blind, -1),
+        finding(f"trained-{name}-reads", reads, chance, accuracy, +1),
+        finding(f"free-{name}-reads", free_reads, chance, figure(free, n_boot), +1),
+    ]
+
+
+def reader_findings(
+    readers: Mapping[tuple[str, str], Mapping[str, np.ndarray]],  # as of `trained_readers`
+    free: Mapping[str, np.ndarray],  # operator -> `accuracy_half` [seeds, items] of a perceptron
+    batch: int,  # of the losses
+    n_boot: int = 1000,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Findings on losses (in nats), and findings on accuracies (in points), by operator.
+
+    Two losses are the same where the interval of their difference lies within `SAME_LOSS`; a tower
+    has learned where its loss is at most half the logarithm of `batch`, which is that of a tower
+    that knows nothing. Source: Chen et al. 2025 (TCL), Theorems 7–9.
+    """
+    losses = []
+    accuracies = []
+    for operator in dict.fromkeys(operator for operator, _ in readers):
+        plain = readers[operator, "plain"]
+        blind = readers[operator, "blind"]
+        losses += _loss_findings(operator, plain, blind, batch, n_boot)
+        accuracies += _reading_findings(operator, plain, blind, free[operator], n_boot)
+    return pd.DataFrame(losses), pd.DataFrame(accuracies)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -224,6 +225,14 @@ def _find_operators(
     swap = ["swap"] if _is_swap(gaps, left, moves, level) else []
     return tuple(swap + _gap_operators(left, level))
 
+# %% ../../nbs/lib/text/06_classifier.ipynb #7a15dd63
+_DENYING_CLAUSE = re.compile(r"\bthere\s+(?:is|are)\s+no\b", re.IGNORECASE)
+
+
+def _adds_denying_clause(caption: str, negative: str) -> bool:
+    """Whether the negative says more often than the caption that there is no such thing."""
+    return len(_DENYING_CLAUSE.findall(negative)) > len(_DENYING_CLAUSE.findall(caption))
+
 # %% ../../nbs/lib/text/06_classifier.ipynb #0b0214d2
 class WordEdit(NamedTuple):
     """One change. On a side where nothing stands, the text is empty and the span is `(0, 0)`."""
@@ -329,6 +338,8 @@ def classify(caption: str, negative: str) -> Operators:
     operators = ("swap",)
     if not _exchanges_everywhere(words, new_words):
         operators = _find_operators(gaps, left, moves, level)
+    if _adds_denying_clause(caption, negative):
+        operators = ("negate", *(kind for kind in operators if kind != "negate"))
     return Operators(
         caption, negative, operators, _find_edits(caption, negative, left, moves, level)
     )

@@ -103,6 +103,36 @@ RECIPES["cae"] = dict(
     weight_decay=0.2,
 )
 
+# %% ../../nbs/lib/train/03_recipes.ipynb #272795ef
+# The README of ytaek-oh/fsc-clip, its command for COCO, on one GPU: --lr=5e-6 --wd=0.1 --epochs=5
+# --warmup 50 --batch-size=256, with weights of 0.5 for the global and 0.2 for the local loss.
+# The local loss, on patches and tokens, is not here.
+RECIPES["fsc-clip"] = dict(
+    method="fsc-clip",
+    **START,
+    data="coco",
+    epochs=5,
+    batch_size=256,
+    lr=5e-6,
+    warmup=50,
+    weight_decay=0.1,
+)
+
+# %% ../../nbs/lib/train/03_recipes.ipynb #2367fed8
+# lezhang7/Enhance-FineGrained: scripts/run_all.sh at its commit 4ca1c64 (256 on each of two GPUs).
+# The script trains 10 epochs; the README evaluates the checkpoint after 5 (clip/epoch_5.pt), half
+# way down the cosine of 10, where ours ends. Both weights are the first of the script's search.
+RECIPES["ce-clip"] = dict(
+    method="ce-clip",
+    **START,
+    data="coco",
+    epochs=5,
+    batch_size=512,
+    lr=5e-6,
+    warmup=50,
+    weight_decay=0.1,
+)
+
 # %% ../../nbs/lib/train/03_recipes.ipynb #ab708055
 # kargibora/CS-CLIP: configs/coco_ft.yaml, configs/optimizer/adamw_ft.yaml,
 # configs/training/default.yaml, and train_structured.sh (128 on one GPU). On COCO.

@@ -6,8 +6,9 @@
 __all__ = ['NEEDS', 'TERMS', 'COMPOSITION_TOKENS', 'MOST_MARGIN', 'Features', 'attributable', 'Term', 'register_term',
            'active_terms', 'term_versions', 'needed', 'term_modules', 'contrastive_term', 'hard_negative_term',
            'analogy_term', 'bag_term', 'distillation_term', 'caption_attributions', 'attribution_term', 'count_hinges',
-           'image_analogy_term', 'text_analogy_term', 'calibrated_negative_term', 'intra_modal_term', 'rank_term',
-           'unit_term', 'triplet_term', 'sigmoid_term', 'sigmoid_negative_term', 'sigmoid_positive_term', 'total_loss']
+           'image_analogy_term', 'text_analogy_term', 'paraphrase_distance_term', 'calibrated_negative_term',
+           'intra_modal_term', 'released_intra_modal_term', 'rank_term', 'unit_term', 'triplet_term', 'sigmoid_term',
+           'sigmoid_negative_term', 'sigmoid_positive_term', 'total_loss']
 
 # %% ../../nbs/lib/train/01_terms.ipynb #b19a0f8b
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from compvl.losses import (
     intra_modal_loss,
     itc_loss,
     lead_of,
+    paraphrase_distance,
     rank_loss,
     sigmoid_loss,
     sigmoid_pair_loss,
@@ -316,6 +318,14 @@ def text_analogy_term(features, config):
     """The half of the analogy loss that compares hard positives with captions."""
     return _analogy_half(features, (0.0, 1.0))
 
+
+@register_term("hp_distance", needs=("hard_positives",))
+def paraphrase_distance_term(features, config):
+    """The squared distance of a caption from its hard positive (CLIC; Peleg et al. 2025)."""
+    return paraphrase_distance(
+        features.captions, features.hard_positives, features.has_hard_positive
+    )
+
 # %% ../../nbs/lib/train/01_terms.ipynb #ed949377
 MOST_MARGIN = 10.0  # of the rank loss, in logits
 
@@ -341,6 +351,12 @@ def calibrated_negative_term(features, config):
 def intra_modal_term(features, config):
     """A caption against the batch's hard negatives, among texts (CE-CLIP; Zhang et al. 2024)."""
     return _against_negatives(intra_modal_loss, features)
+
+
+@register_term("imc_released", needs=("hard_negatives",), default_weight=0.2)
+def released_intra_modal_term(features, config):
+    """The same without the caption's own image, as in CE-CLIP's released code since March 2024."""
+    return _against_negatives(partial(intra_modal_loss, has_positive=False), features)
 
 
 @register_term("cmr", needs=("hard_negatives",), default_weight=0.2, version=2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import Annotated, Optional
@@ -81,6 +82,14 @@ def _by_hand(instructions: str) -> list[str]:
     return [line for line in instructions.splitlines() if not line.startswith(_FETCH)]
 
 
+def _size(n: float | None) -> str:
+    """A number of bytes for people; *size not known* where it is None or NaN."""
+    from compvl.downloads import human
+
+    is_known = n is not None and not math.isnan(n)
+    return human(n) if is_known else "size not known"
+
+
 def _status_row(row: dict) -> dict:
     """What a terminal shows of a data set."""
     from compvl.downloads import human
@@ -95,20 +104,46 @@ def _status_row(row: dict) -> dict:
         state=row["state"],
         files=f"{row['found']} of {row['needed']}",
         here=human(row["bytes"]),
-        download=human(row["size"]),
+        download=_size(row["size"]),
         next=", ".join(steps),
         licence=row["licence"],
     )
 
+# %% ../../../nbs/lib/app/commands/08_data.ipynb #2f03cff5
+def _unknown_sizes(data_set) -> str:
+    """Which files of a data set have no known size; '' where all have one."""
+    paths = [file.path for file in data_set.files if file.size is None]
+    if not paths:
+        return ""
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return f"; size not known: {', '.join(paths[:3])}{more}"
+
+
+def _checkpoint_notes(name: str) -> list[str]:
+    """What public sources say of a released model, and what is inferred, as `compvl models`."""
+    from compvl.models.releases import ZOO
+
+    notes = []
+    for entry in ZOO.values():
+        if entry.dataset == name:
+            inferred = f"{entry.note} Its file was never opened where compvl was made.".strip()
+            notes += [f"{name}, confirmed: {entry.confirmed}", f"{name}, not confirmed: {inferred}"]
+    return notes
+
 
 def _notes(name: str) -> list[str]:
-    """What is confirmed of a data set, and what is not; nothing for a checkpoint."""
+    """What is confirmed of a data set or a checkpoint, and what is not."""
     from compvl.downloads import DATASETS, confirmed
 
-    is_known = name in DATASETS and DATASETS[name].kind != "checkpoint"
-    return [confirmed(DATASETS[name])] if is_known else []
+    if name not in DATASETS:
+        return []
+    data_set = DATASETS[name]
+    notes = [f"{name}: {confirmed(data_set)}{_unknown_sizes(data_set)}."]
+    if data_set.kind == "checkpoint":
+        notes += _checkpoint_notes(name)
+    return notes
 
-
+# %% ../../../nbs/lib/app/commands/08_data.ipynb #c5254850
 def _print_instructions(rows: list[dict], root: Path) -> None:
     """Print what is wrong with data sets, how to get them, and notes about their files."""
     for row in rows:
@@ -124,9 +159,9 @@ def _print_instructions(rows: list[dict], root: Path) -> None:
             typer.echo("\n  ".join([f"\n{row['name']}, by hand:", *lines]))
     notes = []
     for row in rows:
-        notes += [f"{row['name']}: {note}." for note in _notes(row["name"])]
+        notes += _notes(row["name"])
     if notes:
-        typer.echo("\n  ".join(["\nWhat is confirmed of the files:", *notes]))
+        typer.echo("\n  ".join(["\nWhat is confirmed, and what is not:", *notes]))
 
 # %% ../../../nbs/lib/app/commands/08_data.ipynb #6e3456e5
 STATUS_EXAMPLE = "Example:  [bold]compvl data status sugarcrepe winoground --data-root data[/]"
@@ -189,12 +224,14 @@ def _announce(data_set, files, linked, say) -> None:
         say(f"  {file.path}: {file.note}")
 
 
-def _say_steps(data_set, paths: list[str], say) -> None:
+def _say_steps(data_set, files, say) -> None:
     """Say how to get files by hand."""
-    more = " …" if len(paths) > 5 else ""
+    more = " …" if len(files) > 5 else ""
+    size = _size(files["size"].sum(skipna=False))
+    what = f"  by hand: {', '.join(files.path[:5])}{more} ({size})"
     steps = data_set.steps or f"See {data_set.homepage}."
     lines = [f"    {line}" for line in steps.splitlines()]
-    say("\n".join([f"  by hand: {', '.join(paths[:5])}{more}", *lines]))
+    say("\n".join([what, *lines]))
 
 # %% ../../../nbs/lib/app/commands/08_data.ipynb #e5860219
 def _download(name: str, root: Path) -> dict:
@@ -220,8 +257,8 @@ def _fetch_data_set(name: str, root: Path, dry_run: bool, say) -> dict:
     present = files.state == "present"
     linked = files[~present & (files.url != "")]
     _announce(data_set, files, linked, say)
-    by_hand = list(files.path[~present & (files.url == "")])
-    done = dict(fetched=[], present=list(files.path[present]), by_hand=by_hand, error="")
+    by_hand = files[~present & (files.url == "")]
+    done = dict(fetched=[], present=list(files.path[present]), by_hand=list(by_hand.path), error="")
     if dry_run:
         done["fetched"] = list(linked.path)
     else:
@@ -229,7 +266,7 @@ def _fetch_data_set(name: str, root: Path, dry_run: bool, say) -> dict:
         if done["fetched"]:
             say(f"  downloaded: {len(done['fetched'])} files")
     if done["by_hand"]:
-        _say_steps(data_set, done["by_hand"], say)
+        _say_steps(data_set, by_hand, say)
     return done
 
 # %% ../../../nbs/lib/app/commands/08_data.ipynb #33fd9260

@@ -46,7 +46,10 @@ def _side_by_side(df, differences):
     models = list(dict.fromkeys(df.model))
     key = ["benchmark", "group", "metric"]
     wide = df.pivot_table(index=key, columns="model", values="value", sort=False)
-    wide = wide[models].map("{:.1f}".format)
+    values = wide[models]
+    wide = values.map("{:.1f}".format)
+    is_score = wide.index.get_level_values("metric") == "gap_cp"  # not in percent
+    wide[is_score] = values[is_score].map("{:.4f}".format)
     for row in differences.itertuples():
         place = (row.benchmark, row.group, row.metric)
         if place in wide.index:
