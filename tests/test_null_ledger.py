@@ -77,7 +77,7 @@ FED = {
     "scores": ("TCL13",),
     "scores of repeated edits": ("TCL11",),
     "attributions": ("CAE1", "CAE2", "CAE3", "CAE5"),
-    "similarities of phrases": ("CAE6", "CAE7"),
+    "similarities of phrases": ("CAE6", "CAE7", "CAE32"),
     "causal features": ("TCL1", "TCL2", "TCL18", "TCL19"),
     "readers": ("TCL15", "TCL16", "TCL17"),
     "features of edits": ("TCL9",),
@@ -410,14 +410,19 @@ def phrases():
 
 def phrase_tables(phrases, model_of) -> dict[str, pd.DataFrame]:
     """The table of 06_cae on phrases, of text encoders `model_of(number)`."""
-    labels = ["CLIP-FT", *(ROWS[f"cae-{attribution}"].label for attribution in ATTRIBUTIONS)]
+    labels = [
+        "CLIP",
+        "CLIP-FT",
+        *(ROWS[f"cae-{attribution}"].label for attribution in ATTRIBUTIONS),
+    ]
     models = {label: model_of(number) for number, label in enumerate(labels)}
     changed = []
     for name, of_captions in phrases.items():
         near = {}
         for label, model in models.items():
             near[label] = phrase_similarities(model, of_captions)
-        changed.append(phrase_changes(near, "CLIP-FT", N_BOOT).assign(benchmark=name))
+        for than in ("CLIP", "CLIP-FT"):
+            changed.append(phrase_changes(near, than, N_BOOT).assign(benchmark=name))
     return {"06_cae_phrases": pd.concat(changed)}
 
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FRAMES', 'FRAME_WEIGHTS', 'DETERMINERS', 'PLAIN_WORDS', 'DETERMINER_WEIGHTS', 'STYLES', 'Adj', 'NP', 'Caption',
-           'with_phrase', 'with_adjective', 'exchange_phrases', 'exchange_adjectives', 'exchange_nouns',
-           'clear_relations', 'places_of', 'plain_phrase', 'CaptionStyle', 'noun_phrase', 'caption']
+           'with_phrase', 'with_adjective', 'exchange_phrases', 'exchange_coordinated', 'exchange_adjectives',
+           'exchange_nouns', 'clear_relations', 'places_of', 'plain_phrase', 'CaptionStyle', 'noun_phrase', 'caption']
 
 # %% ../../nbs/lib/microworld/07_captions.ipynb #61696949
 import itertools
@@ -58,6 +58,7 @@ class Caption:
     link: str = ""  # the words of the relation
     place: str = ""  # where in the picture the first object is
     frame: str = "{}"  # the sentence around the phrases
+    is_coordinated: bool = False  # whether the relation holds to the third object as well
 
     @property
     def text(self) -> str:
@@ -86,6 +87,12 @@ def with_adjective(caption: Caption, i: int, k: int, adj: Adj) -> Caption:
 def exchange_phrases(caption: Caption) -> Caption:
     """The caption with its first two noun phrases in the other order."""
     return replace(caption, nps=(*caption.nps[1::-1], *caption.nps[2:]))
+
+
+def exchange_coordinated(caption: Caption) -> Caption:
+    """The caption with its second and third noun phrase in the other order."""
+    first, second, third, *rest = caption.nps
+    return replace(caption, nps=(first, third, second, *rest))
 
 
 def exchange_adjectives(caption: Caption) -> Caption:
@@ -169,6 +176,7 @@ class CaptionStyle:
     behind_noun: float  # chance that an adjective is behind its noun
     count_weights: tuple[int, int]  # of two and of three objects, where a scene has several
     relation: float  # chance of a relation between two objects
+    coordinated: float  # chance that a relation is told to two objects, where it holds to both
     place: float  # chance that it is said where in the picture an object alone is
     varied_determiners: bool  # whether determiners vary, or are all *a*
 
@@ -180,6 +188,7 @@ STYLES = {
         behind_noun=0.06,
         count_weights=(7, 3),
         relation=0.05,
+        coordinated=0.0,
         place=0.35,
         varied_determiners=True,
     ),
@@ -189,6 +198,7 @@ STYLES = {
         behind_noun=0.03,
         count_weights=(8, 2),
         relation=0.99,
+        coordinated=0.0,
         place=1.0,
         varied_determiners=False,
     ),
@@ -239,6 +249,15 @@ def _draw_objects(
     return first + rng.sample(others, count - 2)
 
 
+def _coordinations(scene: Scene) -> list[tuple[tuple[int, int, int], int]]:
+    """All threes of objects with a relation that clearly holds from the first to both others."""
+    found = []
+    for i, j, k in itertools.permutations(range(len(scene.objects)), 3):
+        to_both = sorted(set(clear_relations(scene, i, j)) & set(clear_relations(scene, i, k)))
+        found += [((i, j, k), relation) for relation in to_both]
+    return found
+
+
 def _draw_relation(scene: Scene, i: int, j: int, rng: random.Random) -> int:
     """A relation that clearly holds from object `i` to object `j`, often the drawn one."""
     clear = clear_relations(scene, i, j)
@@ -247,22 +266,30 @@ def _draw_relation(scene: Scene, i: int, j: int, rng: random.Random) -> int:
     return rng.choice(clear)
 
 # %% ../../nbs/lib/microworld/07_captions.ipynb #86b74c69
-def caption(scene: Scene, rng: random.Random, style: str = "web") -> Caption:
-    """A true caption of the scene in one of `STYLES`."""
-    manner = STYLES[style]
+def caption(scene: Scene, rng: random.Random, style: str | CaptionStyle = "web") -> Caption:
+    """A true caption of the scene in one of `STYLES`, or in a style of one's own."""
+    manner = STYLES[style] if isinstance(style, str) else style
     det = "a"
     if manner.varied_determiners:
         det = rng.choices(DETERMINERS, DETERMINER_WEIGHTS)[0]
     is_related = len(scene.objects) > 1 and rng.random() < manner.relation
-    chosen = _draw_objects(scene, manner, is_related, rng)
+    coordinated = []
+    if is_related and manner.coordinated and rng.random() < manner.coordinated:
+        coordinated = _coordinations(scene)
+    if coordinated:
+        chosen, relation = rng.choice(coordinated)
+    else:
+        chosen = _draw_objects(scene, manner, is_related, rng)
     shares = manner.attributes
     if len(chosen) > 1:
         shares = {family: share * manner.of_several for family, share in shares.items()}
     phrases = [noun_phrase(scene, i, rng, shares, det, manner.behind_noun) for i in chosen]
     made = Caption(tuple(phrases), frame=rng.choices(FRAMES, FRAME_WEIGHTS)[0])
     if is_related:
-        relation = _draw_relation(scene, *chosen[:2], rng)
-        made = replace(made, relation=relation, link=lexicon().word("relation", relation, rng))
+        if not coordinated:
+            relation = _draw_relation(scene, *chosen[:2], rng)
+        link = lexicon().word("relation", relation, rng)
+        made = replace(made, relation=relation, link=link, is_coordinated=bool(coordinated))
     elif len(chosen) == 1 and rng.random() < manner.place:
         places = places_of(scene, chosen[0])
         if places:

@@ -19,6 +19,7 @@ from compvl.microworld.captions import (
     Adj,
     Caption,
     exchange_adjectives,
+    exchange_coordinated,
     exchange_nouns,
     exchange_phrases,
     with_adjective,
@@ -153,12 +154,17 @@ def _synonym(family: str, value: int, word: str, rng: random.Random) -> str:
 
 
 def _in_other_order(scene: Scene, caption: Caption, rng: random.Random) -> Caption | None:
-    """The first two noun phrases around *and* in the other order."""
-    if len(caption.nps) < 2 or caption.relation >= 0:
+    """The noun phrases around *and* in the other order, where this changes nothing but the order.
+
+    These are the first two where there is no relation, and the two that a relation is told to.
+    """
+    if caption.is_coordinated:
+        made = exchange_coordinated(caption)
+    elif len(caption.nps) > 1 and caption.relation < 0:
+        made = exchange_phrases(caption)
+    else:
         return None
-    if str(caption.nps[0]) == str(caption.nps[1]):
-        return None
-    return exchange_phrases(caption)
+    return None if made.text == caption.text else made
 
 
 def _relation_synonym(scene: Scene, caption: Caption, rng: random.Random) -> Caption | None:
@@ -251,7 +257,7 @@ def turn_around(caption: Caption, rng: random.Random) -> Caption:
     The same caption where its relation has no converse."""
     if caption.relation < 0:
         return exchange_phrases(caption)
-    if caption.relation not in CONVERSES:
+    if caption.relation not in CONVERSES or caption.is_coordinated:
         return caption
     relation = CONVERSES[caption.relation]
     link = lexicon().word("relation", relation, rng)

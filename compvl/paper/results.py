@@ -184,7 +184,10 @@ class Results:
         first = figures.iloc[0]
         lo = first.lo
         hi = first.hi
-        if len(figures) > 1 and figures.lo.notna().all():
+        if len(figures) > 1 and group.startswith("published"):  # no outcomes by item are kept
+            lo = np.nan
+            hi = np.nan
+        elif len(figures) > 1 and figures.lo.notna().all():
             _, boot = self._resampled((method, benchmark, group, metric), self.profile.n_boot)
             lo, hi = np.quantile(boot, [0.025, 0.975])
         value = figures.value
