@@ -292,11 +292,10 @@ def test_ce_clip_is_the_published_loss_and_its_released_head(scale):
 
 
 def test_paraphrases_are_aligned_as_in_the_released_code():
-    images, captions, paraphrases = unit_vectors(3, 8, 16)
+    images, captions, paraphrases, negatives = unit_vectors(4, 8, 16)
     has_one = torch.ones(8, dtype=torch.bool)
-    features = Features(
-        images, captions, torch.tensor(20.0), hard_positives=paraphrases, has_hard_positive=has_one
-    )
+    scale = torch.tensor(20.0)
+    features = Features(images, captions, scale, negatives, has_one, paraphrases, has_one)
     found = parts_of("hn+hp-distance", features)["hp_distance"]
     assert abs(found - F.mse_loss(captions, paraphrases, reduction="none").sum(1).mean()) < 1e-6
     # READ-CLIP has paraphrases in the rows and captions in the columns

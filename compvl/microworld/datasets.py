@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from ..core import CompvlError, config_hash, pick
-from .captions import PLAIN_WORDS, Caption, caption
+from .captions import PLAIN_WORDS, STYLES, Caption, caption
 from .changed_scenes import changed_scene
 from .dense_captions import expansion, region_captions
 from .render import render
@@ -131,6 +131,9 @@ class PretrainSet:
         )
         if self.full:
             described["full"] = self.full
+        style = "coco" if self.full else self.style
+        if STYLES[style].coordinated:
+            described["coordinated"] = STYLES[style].coordinated
         return described
 
     def _draw(self, i: int) -> tuple[Scene, Caption, random.Random]:
