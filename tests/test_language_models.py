@@ -74,7 +74,7 @@ class Fault(Enum):
     """A response with status 200 that is not a right answer."""
 
     CUT = auto()  # the connection closes in the middle
-    SLOW = auto()  # it comes after a second
+    SLOW = auto()  # it comes after three seconds
     PAGE = auto()  # HTML
     GARBAGE = auto()  # half of a JSON value
     EMPTY = auto()  # no choices
@@ -206,7 +206,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_with_fault(self, body, fault):
         """Send an answer as its fault requires."""
         if fault is Fault.SLOW:
-            time.sleep(1)
+            time.sleep(3)
         if fault is Fault.PAGE:
             self.send(200, b"<html>busy</html>", content_type="text/html")
         elif fault is Fault.GARBAGE:
@@ -292,7 +292,7 @@ def test_faults_are_retried(server, quick, tmp_path):
         return None
 
     server.fault = fault
-    client = OpenAIClient(server.url, "m", timeout=0.6, concurrency=4)
+    client = OpenAIClient(server.url, "m", timeout=2, concurrency=4)
     counts = generate(MANY, client, out=tmp_path / "hp.jsonl", progress=False)
     assert counts.made == len(MANY)
     assert_complete(tmp_path / "hp.jsonl")
