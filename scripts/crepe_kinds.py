@@ -74,4 +74,6 @@ def main(folder: Path):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     main(Path(sys.argv[1]))
