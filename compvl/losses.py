@@ -414,13 +414,14 @@ def intra_modal_loss(
         negatives, mask = _masked(negatives, mask)
         logits = scale * captions @ gather_features(negatives.flatten(0, 1)).T
         present = gather_features(mask.flatten())
-        first = int(present.int().argmax())  # the released code takes 0: it has them all
+        first = 0
         if has_positive:
             right = scale * (images * captions).sum(-1, keepdim=True)
             logits = torch.cat([right, logits], 1)
             present = F.pad(present, (1, 0), value=True)
-            first = 0
-        elif not present.any():
+        elif present.any():
+            first = int(present.int().argmax())  # the released code takes 0: it has them all
+        else:
             return 0.0 * logits.sum()
         labels = torch.full((len(images),), first, dtype=torch.long, device=images.device)
         return _share(_cross_entropy(logits, labels, excluded=~present[None]))

@@ -15,6 +15,7 @@ percentage but 95 %.
 """
 
 import re
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -32,6 +33,12 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
+def words(quote: str) -> str:
+    """A quote without its braces, as `flat`."""
+    return flat(quote.replace("{", "").replace("}", ""))
+
+
+@cache
 def markdown(notebook: str) -> list[str]:
     """The markdown cells of a notebook, without line breaks."""
     folder = ROOT / "nbs" if notebook == "index" else ROOT / "nbs/paper"
@@ -68,8 +75,7 @@ def quote_problem(quote) -> str:
     numbers = NUMBER.findall(quote.quote)
     if len(numbers) != 1:
         return "needs exactly one number in braces"
-    words = flat(quote.quote.replace("{", "").replace("}", ""))
-    if words not in flat(" ".join(markdown(quote.notebook))):
+    if words(quote.quote) not in flat(" ".join(markdown(quote.notebook))):
         return "is not in the notebook"
     number = numbers[0].replace(",", "")
     try:
@@ -91,8 +97,7 @@ def quote_problems() -> list[str]:
         if problem:
             problems.append(f"{quote.notebook}: “{quote.quote}” {problem} (scripts/quotes.csv)")
     for path in sorted((ROOT / "nbs/paper").glob("[0-9]*.ipynb")):
-        known = quotes[quotes.notebook == path.stem].quote
-        known = [flat(quote.replace("{", "").replace("}", "")) for quote in known]
+        known = quotes[quotes.notebook == path.stem].quote.map(words)
         for paragraph in discussed(path.stem):
             for quote in known:
                 paragraph = paragraph.replace(quote, "")

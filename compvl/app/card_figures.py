@@ -51,16 +51,12 @@ def in_microworld(benchmarks: Sequence[Benchmark]) -> bool:
     return all(benchmark.source == "microworld" for benchmark in benchmarks)
 
 
-# Results of the methods since 2024, the first that is there.
-_SINCE_2024_FILES = ("12_since_2024_summary.csv", "10_beyond_later_summary.csv")
-
-
 def _measured_rows(folder: Path) -> pd.DataFrame:
     """Committed figures of the rows of HP's Table 1, and of methods since 2024 if there are any."""
     tables = [read_csv(folder / "01_brittleness_summary.csv")]
-    later = [folder / name for name in _SINCE_2024_FILES if (folder / name).exists()]
-    if later:
-        tables.append(read_csv(later[0]))
+    later = folder / "12_since_2024_summary.csv"
+    if later.exists():
+        tables.append(read_csv(later))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -82,28 +78,24 @@ def _rows_among(in_micro: bool) -> tuple[pd.DataFrame, tuple[str, ...], str]:
     return _measured_rows(folder), (), note
 
 # %% ../../nbs/lib/app/06d_card_figures.ipynb #9f3733f6
-def _drawn(summary: pd.DataFrame, rows: Sequence[Row], task) -> list[Row]:
-    """The rows that have accuracy and brittleness in a summary."""
+def _drawn(summary: pd.DataFrame, rows: Sequence[Row], task) -> list[tuple[str, float, float]]:
+    """(label, accuracy, brittleness) of the rows that have both in a summary, in percent."""
     _, benchmark, group = task
     found = []
     for row in rows:
         accuracy = summary_cell(summary, row.key, benchmark, group, "aug_acc")
         brittleness = summary_cell(summary, row.key, benchmark, group, "brittleness")
         if accuracy is not None and brittleness is not None:
-            found.append(row)
+            found.append((row.label, accuracy.value, brittleness.value))
     return found
 
 
 def _spoken(summary: pd.DataFrame, models: Sequence[Row], rows: Sequence[Row], task) -> str:
     """Accuracy and brittleness of the models in words, and the rows among which they stand."""
-    title, benchmark, group = task
-    parts = [f"{title}: brittleness over augmented accuracy"]
-    for model in _drawn(summary, models, task):
-        accuracy = summary_cell(summary, model.key, benchmark, group, "aug_acc")
-        brittleness = summary_cell(summary, model.key, benchmark, group, "brittleness")
-        found = f"accuracy {accuracy.value:.1f}, brittleness {brittleness.value:.1f} percent"
-        parts.append(f"{model.label}: {found}")
-    others = [row.label for row in _drawn(summary, rows, task)]
+    parts = [f"{task[0]}: brittleness over augmented accuracy"]
+    for label, accuracy, brittleness in _drawn(summary, models, task):
+        parts.append(f"{label}: accuracy {accuracy:.1f}, brittleness {brittleness:.1f} percent")
+    others = [label for label, _, _ in _drawn(summary, rows, task)]
     if others:
         parts.append(f"in grey {' · '.join(others)}")
     return "; ".join(parts)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+from itertools import starmap
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ class _Questions(NamedTuple):
 
     title: str
     file: str
+    size: int  # bytes, roughly: those of two public copies differ in the folders of image paths
     n: int | None  # number of questions, where it is known
     datasets: tuple[str, ...]  # of its photographs
     places: tuple[str, ...]  # folders of its photographs
@@ -38,6 +40,7 @@ _QUESTIONS = {
     "coco": _Questions(
         "COCO photographs",
         "COCO_val_mcq_llama3.1_rephrased.csv",
+        1_400_000,
         5_914,
         ("coco-val2017",),
         _VAL2017,
@@ -45,6 +48,7 @@ _QUESTIONS = {
     "voc2007": _Questions(
         "VOC2007 photographs",
         "VOC2007_mcq_llama3.1_rephrased.csv",
+        1_200_000,
         5_031,
         ("voc2007",),
         _VOC,
@@ -52,41 +56,37 @@ _QUESTIONS = {
     "synthetic": _Questions(
         "synthetic images",
         "synthetic_mcq_llama3.1_rephrased.csv",
+        3_200_000,
         None,
         ("negbench-images",),
         ("negbench/synthetic",),
     ),
 }
-_RETRIEVAL = {
-    "coco-retrieval": ("plain captions", "COCO_val_retrieval.csv"),
+_RETRIEVAL = {  # title, file, bytes
+    "coco-retrieval": ("plain captions", "COCO_val_retrieval.csv", 2_000_000),
     "coco-negated-retrieval": (
         "captions with a negated object",
         "COCO_val_negated_retrieval_llama3.1_rephrased_affneg_true.csv",
+        2_900_000,
     ),
 }
-# file -> bytes, roughly: those of two public copies differ in the folders of the image paths
-_CSVS = {
-    "COCO_val_mcq_llama3.1_rephrased.csv": 1_400_000,
-    "VOC2007_mcq_llama3.1_rephrased.csv": 1_200_000,
-    "synthetic_mcq_llama3.1_rephrased.csv": 3_200_000,
-    "COCO_val_retrieval.csv": 2_000_000,
-    "COCO_val_negated_retrieval_llama3.1_rephrased_affneg_true.csv": 2_900_000,
-}
+_CSVS = [(about.file, about.size) for about in _QUESTIONS.values()]
+_CSVS += [(file, size) for _, file, size in _RETRIEVAL.values()]
 _CONFIRMED = (
     "columns confirmed in the authors' program; size as of public copies (sepehrkr/SpaceVLM, "
     "hhc1997/NEAT), not to the byte"
 )
 
 
-def _csv(file: str) -> File:
-    return File(f"negbench/images/{file}", size=_CSVS[file], approx=True, note=_CONFIRMED)
+def _csv(file: str, size: int) -> File:
+    return File(f"negbench/images/{file}", size=size, approx=True, note=_CONFIRMED)
 
 
 dataset(
     Dataset(
         "negbench",
         "NegBench: questions and captions",
-        tuple(map(_csv, _CSVS)),
+        tuple(starmap(_csv, _CSVS)),
         "MIT (of the repository; none is stated for the data)",
         _NEGBENCH,
         steps="Download the folder "
@@ -181,7 +181,7 @@ def _load_questions(request: Request) -> Loaded:
 
 
 def _load_retrieval(request: Request) -> Loaded:
-    _, file = _RETRIEVAL[request.name.removeprefix("negbench-")]
+    _, file, _ = _RETRIEVAL[request.name.removeprefix("negbench-")]
     return Loaded(read_negbench_retrieval(_file(request, file), request.name), "NegBench")
 
 
@@ -195,7 +195,7 @@ for _name, _about in _QUESTIONS.items():
         places=_about.places,
         doc=f"NegBench on {_about.title}: one of four captions is true, by template {_BY}.",
     )(_load_questions)
-for _name, (_what, _) in _RETRIEVAL.items():
+for _name, (_what, _, _) in _RETRIEVAL.items():
     register(
         f"negbench-{_name}",
         "retrieval",

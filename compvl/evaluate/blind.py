@@ -20,7 +20,7 @@ import pandas as pd
 from ..benchmarks.items import Benchmark
 from ..benchmarks.loading import expand, load_benchmark
 from ..core import CompvlError, data_dir, pick
-from .averages import average_figures, averages
+from .averages import average_tables
 from .tasks import TASKS
 from ..metrics import figures
 from ..microworld.datasets import FinetuneSet
@@ -100,16 +100,6 @@ def blind_scores(benchmark: Benchmark, model: WordModel, per: str = "text") -> p
 _METRICS = ("orig_acc", "aug_acc", "brittleness", "accuracy", "ties")
 
 
-def _average_rows(outcomes: Mapping[str, Mapping], n_boot: int, seed: int) -> list[pd.DataFrame]:
-    """Rows of the averages whose parts are all there, such as REPLACE."""
-    tables = []
-    for name, parts in averages(outcomes).items():
-        rows = average_figures(outcomes, parts, n_boot, seed)
-        table = pd.DataFrame(rows, columns=["metric", "value", "lo", "hi", "n"])
-        tables.append(table.assign(benchmark=name, group="macro"))
-    return tables
-
-
 def blind_figures(
     benchmarks: Iterable[Benchmark],  # of triplets or pairs
     model: WordModel,
@@ -132,7 +122,8 @@ def blind_figures(
             outcomes[benchmark.name] = found
             table = figures(found, scores.group, n_boot, seed, benchmark.not_in_macro)
             tables.append(table.assign(benchmark=benchmark.name, per=per))
-        tables += [table.assign(per=per) for table in _average_rows(outcomes, n_boot, seed)]
+        for table in average_tables(outcomes, n_boot, seed).values():
+            tables.append(table.assign(per=per))
     columns = ["per", "benchmark", "group", "metric", "value", "lo", "hi", "n"]
     return pd.concat(tables, ignore_index=True)[columns]
 

@@ -17,7 +17,7 @@ import pandas as pd
 from ..benchmarks.items import Benchmark, item_images
 from ..benchmarks.loading import load_benchmark, load_benchmarks
 from ..core import CompvlError, config_hash, git_commit, pick
-from .averages import average_figures, averages
+from .averages import average_tables
 from .conventions import convention_of, published_figures
 from .kept import Kept
 from .parallel import processes, together
@@ -134,11 +134,8 @@ def _all_figures(
         name = benchmark.name
         outcomes[name] = TASKS[benchmark.task].outcomes(scores[name])
         tables.append(_benchmark_figures(benchmark, scores[name], outcomes[name], n_boot, seed))
-    for name, parts in averages(outcomes).items():
-        rows = average_figures(outcomes, parts, n_boot, seed)
-        table = pd.DataFrame(rows, columns=["metric", "value", "lo", "hi", "n"])
-        commit = scores[parts[0]].attrs["commit"]
-        tables.append(table.assign(benchmark=name, group="macro", commit=commit))
+    for parts, table in average_tables(outcomes, n_boot, seed).items():
+        tables.append(table.assign(commit=scores[parts[0]].attrs["commit"]))
     return pd.concat(tables, ignore_index=True)
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #b395d009

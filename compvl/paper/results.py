@@ -63,6 +63,11 @@ def _resample_seeds(correlations: list[Correlation], n_boot: int) -> tuple[float
     return value, (shares * resampled).sum(1)
 
 
+def _is_by_convention(group: str) -> bool:
+    """Whether figures of a group are by a released convention, which keeps no outcomes by item."""
+    return group.startswith("published")
+
+
 def _mean_of_parts(parts: list[np.ndarray], weights: list[float]) -> float:
     return float(sum(weight * part.mean() for weight, part in zip(weights, parts, strict=True)))
 
@@ -184,7 +189,7 @@ class Results:
         first = figures.iloc[0]
         lo = first.lo
         hi = first.hi
-        if len(figures) > 1 and group.startswith("published"):  # no outcomes by item are kept
+        if len(figures) > 1 and _is_by_convention(group):
             lo = np.nan
             hi = np.nan
         elif len(figures) > 1 and figures.lo.notna().all():
@@ -325,7 +330,7 @@ def _averaged_figures(res: Results) -> list[tuple]:
             continue
         is_first = res.table.method == row.of[0]
         is_mean = ~res.table.metric.isin(["ties", "coverage", "cut"])
-        is_ours = ~res.table.group.str.startswith("published")  # and not by a released convention
+        is_ours = ~res.table.group.map(_is_by_convention).astype(bool)
         columns = ["seed", "benchmark", "group", "metric"]
         figures = res.table.loc[is_first & is_mean & is_ours, columns]
         for seed, *figure in figures.itertuples(index=False, name=None):
