@@ -198,7 +198,7 @@ STYLES = {
         behind_noun=0.03,
         count_weights=(8, 2),
         relation=0.99,
-        coordinated=0.0,
+        coordinated=0.57,
         place=1.0,
         varied_determiners=False,
     ),
