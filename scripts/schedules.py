@@ -65,7 +65,7 @@ def config_of(trial: Trial) -> TrainConfig:
         steps=trial.steps,
         lr=trial.lr / row.rate,
         warmup=trial.warmup,
-        validate_every=max(40, trial.steps // 30),
+        validate_every=max(24, trial.steps // 30),
         n_validation=1000,
     )
     return run_config(row, profile)

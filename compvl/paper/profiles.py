@@ -113,13 +113,13 @@ _MICRO = dict(
     pretrained="base",
     data="microworld",
     n_train=12_000,
-    steps=160,
+    steps=120,
     batch_size=128,
     lr=2e-4,
     warmup=20,
     weight_decay=0.2,
     precision="auto",
-    validate_every=40,
+    validate_every=24,
     n_validation=512,
 )
 _SMOKE = _MICRO | dict(
