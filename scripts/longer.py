@@ -5,8 +5,9 @@
 micro finetunes for a few hundred steps, which is what fits into a reproduction on two cores.
 Where pieces of micro-full have been made (`scripts/pieces.py`), this script evaluates them on the
 items of micro-full, and writes data/results/micro-full/longer.csv, the accuracy and brittleness of
-each row of Table 1 that is there, and longer_pairs.csv, paired differences of rows. Nothing is
-trained; CLIP, which has no training run, is evaluated.
+each row of Table 1 that is there, longer_pairs.csv, paired differences of rows, and
+longer_convergence.csv, how well the runs keep the two rules of `compvl.paper.convergence`. Nothing
+is trained; CLIP, which has no training run, is evaluated.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from pathlib import Path
 from compvl.core import atomic_write, data_dir
 from compvl.paper.columns import ACCURACY
 from compvl.paper.comparisons import comparisons
-from compvl.paper.evaluation import results
+from compvl.paper.convergence import convergence
+from compvl.paper.evaluation import learning_curves, results
 from compvl.paper.loading import TRIPLET_BENCHMARKS
 from compvl.paper.pieces import open_pieces
 from compvl.paper.profiles import get_profile
@@ -53,13 +55,15 @@ def write(table, name: str):
 
 
 def main(seed: int):
-    """Evaluate the rows that are there, and write both tables."""
+    """Evaluate the rows that are there, and write the tables."""
     os.environ["COMPVL_PIECES"] = str(FOLDER / "pieces")
     profile = replace(get_profile("micro-full"), seeds=(seed,))
     rows = rows_with_pieces(profile, seed)
     with tempfile.TemporaryDirectory() as out:
         found = results(rows, TRIPLET_BENCHMARKS, profile, Path(out), "longer")
         found.check()
+        log = learning_curves(rows, profile, Path(out))
+    write(convergence(log, rows).round(2), "longer_convergence.csv")
     summary = found.summary()
     summary = summary[summary.metric.isin({column.metric for column in ACCURACY})]
     write(

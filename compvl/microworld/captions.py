@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FRAMES', 'FRAME_WEIGHTS', 'DETERMINERS', 'PLAIN_WORDS', 'DETERMINER_WEIGHTS', 'STYLES', 'Adj', 'NP', 'Caption',
-           'with_phrase', 'with_adjective', 'exchange_phrases', 'exchange_coordinated', 'exchange_adjectives',
-           'exchange_nouns', 'clear_relations', 'places_of', 'plain_phrase', 'CaptionStyle', 'noun_phrase', 'caption']
+           'with_phrase', 'with_adjective', 'exchange_phrases', 'exchange_adjectives', 'exchange_nouns',
+           'clear_relations', 'places_of', 'plain_phrase', 'CaptionStyle', 'noun_phrase', 'caption']
 
 # %% ../../nbs/lib/microworld/07_captions.ipynb #61696949
 import itertools
@@ -56,9 +56,8 @@ class Caption:
     nps: tuple[NP, ...]
     relation: int = -1  # between the first two noun phrases, or -1 for none
     link: str = ""  # the words of the relation
-    place: str = ""  # where in the picture the first object is
+    place: str = ""  # where in the picture its objects are
     frame: str = "{}"  # the sentence around the phrases
-    is_coordinated: bool = False  # whether the relation holds to the third object as well
 
     @property
     def text(self) -> str:
@@ -87,12 +86,6 @@ def with_adjective(caption: Caption, i: int, k: int, adj: Adj) -> Caption:
 def exchange_phrases(caption: Caption) -> Caption:
     """The caption with its first two noun phrases in the other order."""
     return replace(caption, nps=(*caption.nps[1::-1], *caption.nps[2:]))
-
-
-def exchange_coordinated(caption: Caption) -> Caption:
-    """The caption with its second and third noun phrase in the other order."""
-    first, second, third, *rest = caption.nps
-    return replace(caption, nps=(first, third, second, *rest))
 
 
 def exchange_adjectives(caption: Caption) -> Caption:
@@ -176,8 +169,8 @@ class CaptionStyle:
     behind_noun: float  # chance that an adjective is behind its noun
     count_weights: tuple[int, int]  # of two and of three objects, where a scene has several
     relation: float  # chance of a relation between two objects
-    coordinated: float  # chance that a relation is told to two objects, where it holds to both
-    place: float  # chance that it is said where in the picture an object alone is
+    together: float  # chance that two objects are joined by *and* alone, if they share a place
+    place: float  # chance that it is said where in the picture a single object is
     varied_determiners: bool  # whether determiners vary, or are all *a*
 
 
@@ -188,7 +181,7 @@ STYLES = {
         behind_noun=0.06,
         count_weights=(7, 3),
         relation=0.05,
-        coordinated=0.0,
+        together=0.0,
         place=0.35,
         varied_determiners=True,
     ),
@@ -198,7 +191,7 @@ STYLES = {
         behind_noun=0.03,
         count_weights=(8, 2),
         relation=0.99,
-        coordinated=0.57,
+        together=0.2,
         place=1.0,
         varied_determiners=False,
     ),
@@ -249,12 +242,12 @@ def _draw_objects(
     return first + rng.sample(others, count - 2)
 
 
-def _coordinations(scene: Scene) -> list[tuple[tuple[int, int, int], int]]:
-    """All threes of objects with a relation that clearly holds from the first to both others."""
+def _shared_places(scene: Scene) -> list[tuple[list[int], str]]:
+    """All pairs of objects, in either order, with a place that both are in."""
     found = []
-    for i, j, k in itertools.permutations(range(len(scene.objects)), 3):
-        to_both = sorted(set(clear_relations(scene, i, j)) & set(clear_relations(scene, i, k)))
-        found += [((i, j, k), relation) for relation in to_both]
+    for i, j in itertools.permutations(range(len(scene.objects)), 2):
+        places_of_other = places_of(scene, j)
+        found += [([i, j], place) for place in places_of(scene, i) if place in places_of_other]
     return found
 
 
@@ -272,12 +265,12 @@ def caption(scene: Scene, rng: random.Random, style: str | CaptionStyle = "web")
     det = "a"
     if manner.varied_determiners:
         det = rng.choices(DETERMINERS, DETERMINER_WEIGHTS)[0]
-    is_related = len(scene.objects) > 1 and rng.random() < manner.relation
-    coordinated = []
-    if is_related and manner.coordinated and rng.random() < manner.coordinated:
-        coordinated = _coordinations(scene)
-    if coordinated:
-        chosen, relation = rng.choice(coordinated)
+    shared = []
+    if manner.together and rng.random() < manner.together:
+        shared = _shared_places(scene)
+    is_related = not shared and len(scene.objects) > 1 and rng.random() < manner.relation
+    if shared:
+        chosen, place = rng.choice(shared)
     else:
         chosen = _draw_objects(scene, manner, is_related, rng)
     shares = manner.attributes
@@ -285,11 +278,12 @@ def caption(scene: Scene, rng: random.Random, style: str | CaptionStyle = "web")
         shares = {family: share * manner.of_several for family, share in shares.items()}
     phrases = [noun_phrase(scene, i, rng, shares, det, manner.behind_noun) for i in chosen]
     made = Caption(tuple(phrases), frame=rng.choices(FRAMES, FRAME_WEIGHTS)[0])
-    if is_related:
-        if not coordinated:
-            relation = _draw_relation(scene, *chosen[:2], rng)
+    if shared:
+        made = replace(made, place=place)
+    elif is_related:
+        relation = _draw_relation(scene, *chosen[:2], rng)
         link = lexicon().word("relation", relation, rng)
-        made = replace(made, relation=relation, link=link, is_coordinated=bool(coordinated))
+        made = replace(made, relation=relation, link=link)
     elif len(chosen) == 1 and rng.random() < manner.place:
         places = places_of(scene, chosen[0])
         if places:

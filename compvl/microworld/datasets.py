@@ -132,8 +132,8 @@ class PretrainSet:
         if self.full:
             described["full"] = self.full
         style = "coco" if self.full else self.style
-        if STYLES[style].coordinated:
-            described["coordinated"] = STYLES[style].coordinated
+        if STYLES[style].together:
+            described["together"] = STYLES[style].together
         return described
 
     def _draw(self, i: int) -> tuple[Scene, Caption, random.Random]:

@@ -59,7 +59,8 @@ class _Reading(NamedTuple):
 
     phrases: tuple[NP, ...]
     links: tuple[_Link, ...]
-    place: str  # of the first noun phrase
+    place: str
+    placed: int  # how many noun phrases the place is of, from the first on
 
 
 def _normalized(text: str) -> str:
@@ -88,16 +89,18 @@ def _read(text: str) -> _Reading | None:
     phrases = []
     links = []
     place = ""
+    placed = 0
     at = 0
     while match := _NOUN_PHRASE.match(text, at):
         phrases.append(_phrase(match))
         at = match.end()
         found = _PLACE.match(text, at)  # before relations: "in the middle" is none
-        if found and len(phrases) == 1:
+        if found and not place and not links:
             place = found[1]
+            placed = len(phrases)
             at = found.end()
         if at == len(text):
-            return _Reading(tuple(phrases), tuple(links), place)
+            return _Reading(tuple(phrases), tuple(links), place, placed)
         link = _LINK.match(text, at)
         joint = link or _JOINT.match(text, at)
         if not joint:
@@ -168,11 +171,25 @@ def _link_truth(scene: Scene, link: _Link, objects: dict[int, int]) -> int:
     return max(found, default=1)
 
 # %% ../../nbs/lib/microworld/08_oracle.ipynb #0c60767c
+def _place_truth(scene: Scene, reading: _Reading, objects: dict[int, int]) -> int:
+    """Whether the objects of the noun phrases are in the place that is told.
+
+    A place behind several noun phrases may be that of the last one alone. So it is a matter of
+    opinion where this one is there and another one is not.
+    """
+    there = {
+        k: reading.place in places_of(scene, objects[k])
+        for k in range(reading.placed)
+        if k in objects
+    }
+    if all(there.values()):
+        return 1
+    return 0 if there.get(reading.placed - 1, True) else -1
+
+
 def _joint_truth(scene: Scene, reading: _Reading, objects: dict[int, int]) -> int:
     """Whether place and relations hold, where noun phrases refer to these objects."""
-    if reading.place and 0 in objects and reading.place not in places_of(scene, objects[0]):
-        return -1
-    value = 1
+    value = _place_truth(scene, reading, objects)
     for link in reading.links:
         value = min(value, _link_truth(scene, link, objects))
         if value < 0:

@@ -19,7 +19,6 @@ from compvl.microworld.captions import (
     Adj,
     Caption,
     exchange_adjectives,
-    exchange_coordinated,
     exchange_nouns,
     exchange_phrases,
     with_adjective,
@@ -154,16 +153,10 @@ def _synonym(family: str, value: int, word: str, rng: random.Random) -> str:
 
 
 def _in_other_order(scene: Scene, caption: Caption, rng: random.Random) -> Caption | None:
-    """The noun phrases around *and* in the other order, where this changes nothing but the order.
-
-    These are the first two where there is no relation, and the two that a relation is told to.
-    """
-    if caption.is_coordinated:
-        made = exchange_coordinated(caption)
-    elif len(caption.nps) > 1 and caption.relation < 0:
-        made = exchange_phrases(caption)
-    else:
+    """The noun phrases around *and* in the other order; None where a relation joins them."""
+    if len(caption.nps) < 2 or caption.relation >= 0:
         return None
+    made = exchange_phrases(caption)
     return None if made.text == caption.text else made
 
 
@@ -257,7 +250,7 @@ def turn_around(caption: Caption, rng: random.Random) -> Caption:
     The same caption where its relation has no converse."""
     if caption.relation < 0:
         return exchange_phrases(caption)
-    if caption.relation not in CONVERSES or caption.is_coordinated:
+    if caption.relation not in CONVERSES:
         return caption
     relation = CONVERSES[caption.relation]
     link = lexicon().word("relation", relation, rng)
