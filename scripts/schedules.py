@@ -48,7 +48,7 @@ _LONG = [
     (96_000, 3000, 3e-4, 300),
     (96_000, 3000, 2e-4, 300),
 ]
-_LOW_RANK = [1.5e-3, 5e-3, 1.5e-2]
+_LOW_RANK = [1.5e-3, 3e-3, 5e-3, 1.5e-2]
 TRIALS = [
     *(Trial(row, "micro", 12_000, 120, *rate) for rate in _SHORT for row in _ROWS),
     *(Trial("svlc", "micro", 12_000, 120, rate, 40) for rate in _LOW_RANK),
