@@ -187,7 +187,7 @@ def _other_group(label: str, method: str, *kinds: str, options=None, **look) -> 
 def _low_rank(row: Row, recipe: str, microworld_only: str = "") -> Row:
     """The row trained as in SVLC's code: low-rank updates, and hard negatives in the batch too."""
     row = row.training(lora_rank=4, negatives_in_batch=True)
-    return replace(row, rate=25.0, recipe=recipe, microworld_only=microworld_only)
+    return replace(row, rate=15.0, recipe=recipe, microworld_only=microworld_only)
 
 
 _RARE = dict(rare_share=0.3)
