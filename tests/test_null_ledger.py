@@ -77,7 +77,7 @@ FED = {
     "scores": ("TCL13",),
     "scores of repeated edits": ("TCL11",),
     "attributions": ("CAE1", "CAE2", "CAE3", "CAE5"),
-    "similarities of phrases": ("CAE6", "CAE7", "CAE32"),
+    "similarities of phrases": ("CAE6", "CAE7", "CAE32", "CAE37"),
     "causal features": ("TCL1", "TCL2", "TCL18", "TCL19"),
     "readers": ("TCL15", "TCL16", "TCL17"),
     "features of edits": ("TCL9",),
