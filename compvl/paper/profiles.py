@@ -142,9 +142,9 @@ _PAPER["precision"] = "bf16"
 _W_ATTR = {
     "attention": 1.0,
     "gradcam": 0.03,
-    "perturbation": 0.3,
-    "gradient": 1.0,
-    "gradient-cosine": 1.0,
+    "perturbation": 1.0,
+    "gradient": 0.3,
+    "gradient-cosine": 0.3,
 }
 
 # %% ../../nbs/lib/paper/01_profiles.ipynb #aa46cf6e
