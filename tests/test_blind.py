@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import math
-import os
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pandas.testing import assert_frame_equal
+from released import REAL
 
 from compvl.benchmarks.items import Benchmark, Triplet
 from compvl.core import CompvlError
@@ -25,7 +25,6 @@ from compvl.evaluate.blind import (
 )
 from compvl.metrics import triplet_metrics
 
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts/blind_baseline.py"
 FOLDERS = ("aro", "hard_positives", "sugarcrepe")
 ABSENT = [folder for folder in FOLDERS if not (REAL / folder).is_dir()]

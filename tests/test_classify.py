@@ -5,18 +5,17 @@ files, and texts that nobody wrote for it.
 """
 
 import importlib.util
-import os
 import random
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from pandas.testing import assert_frame_equal
+from released import REAL
 
 from compvl.core import data_dir
 from compvl.text.classifier import classify, operator_shares
 
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts/operator_shares.py"
 
 

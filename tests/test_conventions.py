@@ -8,7 +8,6 @@ figures of HP's `run_eval.py`, SugarCrepe++ and BiVLC are counted by hand.
 import hashlib
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from released import REAL
 
 from compvl.app import cli
 from compvl.benchmarks.bivlc import BIVLC_METRICS
@@ -32,8 +32,6 @@ from compvl.evaluate.conventions import (
 )
 from compvl.evaluate.engine import evaluate
 from compvl.evaluate.tasks import TASKS
-
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 
 
 def made_up(image, text):

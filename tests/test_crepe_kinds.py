@@ -1,17 +1,16 @@
 """What `compvl.text.classify` makes of CREPE's hard negatives, and the committed table of it."""
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from pandas.testing import assert_frame_equal
+from released import REAL
 
 from compvl.core import data_dir
 from compvl.text import EDIT_KINDS, classify
 
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 FILES = REAL / "crepe/prod_hard_negatives"
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts/crepe_kinds.py"
 OPERATORS = {"atom": "replace", "swap": "swap", "negate": "negate"}

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from released import REAL
 
 from compvl.benchmarks.items import (
     Benchmark,
@@ -34,7 +35,6 @@ from compvl.metrics import triplet_metrics
 from compvl.microworld import scenes as microworld
 from compvl.models.clip import create_model
 
-REAL = Path(os.environ.get("COMPVL_REAL", Path(__file__).parents[2] / "shared/real"))
 SCORES = ["s_c", "s_n", "s_p"]
 TEXTS = ("caption", "hard_negative", "hard_positive")
 

@@ -2,18 +2,16 @@
 
 import csv
 import json
-import os
-from pathlib import Path
 
 import pytest
 import spacy
+from released import REAL
 from spacy.language import Language
 from spacy.tokens import Doc
 
 from compvl.core import CompvlError
 from compvl.text.parser import parse, parse_many, pipeline
 
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 BABY = "A man holding a baby taking a picture"
 DOGS = "Dogs that are wet sleep on snow-covered ground in the park"
 TAGS = {

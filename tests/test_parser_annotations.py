@@ -9,7 +9,6 @@ tests/test_parser_annotations.py` prints the report and writes data/results/pars
 
 import csv
 import json
-import os
 import random
 from collections import Counter
 from itertools import pairwise
@@ -17,13 +16,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from released import REAL
 
 from compvl.core import data_dir, git_commit
 from compvl.text.parser import parse_many
 
-REAL = Path(
-    os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared" / "real"
-)
 TSV = "aro/coco_val_neg_captions.tsv"
 CREPE = "sugarcrepe"
 pytestmark = pytest.mark.skipif(

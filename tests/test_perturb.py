@@ -12,12 +12,12 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import listen_to_interrupts
+from released import REAL
 
 from compvl.core import CompvlError, read_json, read_jsonl
 from compvl.data.aligned import read_aligned
@@ -25,8 +25,6 @@ from compvl.text.caption_files import Captions
 from compvl.text.clients import Answer, Unanswered
 from compvl.text.pipeline import perturb_file
 from compvl.text.workers import CHUNK
-
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 
 RULES = """
 import os

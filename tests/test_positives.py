@@ -2,19 +2,17 @@
 
 import csv
 import json
-import os
 import re
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+from released import REAL
 
 from compvl.text.hard_positives import POSITIVES, hard_positive
 from compvl.text.operators import Refused
 from compvl.text.parser import parse
 
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 # The share of captions that get a hard positive must be above these.
 LEAST_SHARES = {
     "replace": 0.75,

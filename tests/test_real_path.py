@@ -12,13 +12,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from released import REAL
 from safetensors.torch import save_file
 
 from compvl.benchmarks.items import Benchmark, RetrievalItem
@@ -31,10 +31,10 @@ from compvl.models.clip import create_model
 from compvl.train.config import TrainConfig
 from compvl.train.loop import train
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "real"
-REAL = Path(os.environ.get("COMPVL_REAL") or SHARED) / "coco128"
+PHOTOS = REAL / "coco128"
 pytestmark = pytest.mark.skipif(
-    not REAL.is_dir(), reason=f"no real photographs at {REAL} (COMPVL_REAL names another folder)"
+    not PHOTOS.is_dir(),
+    reason=f"no real photographs at {PHOTOS} (COMPVL_REAL names another folder)",
 )
 
 COCO = """person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light,
@@ -68,7 +68,7 @@ NO_ARTICLE = ("skis", "scissors", "broccoli")
 
 def labels_of(photo):
     """The objects in a photograph, once for each box; empty without a file of labels."""
-    path = REAL / "labels" / f"{photo.stem}.txt"
+    path = PHOTOS / "labels" / f"{photo.stem}.txt"
     if not path.exists():
         return []
     return [COCO[int(line.split()[0])] for line in path.read_text().splitlines()]
@@ -108,7 +108,7 @@ def write_captions(folder, n=None):
     negatives = []
     swapped = []
     replaced = []
-    for i, photo in enumerate(sorted(REAL.glob("*.jpg"))[:n]):
+    for i, photo in enumerate(sorted(PHOTOS.glob("*.jpg"))[:n]):
         count = Counter(labels_of(photo))
         if not count:
             continue
@@ -131,7 +131,7 @@ def dataset(folder, **options):
     """The training set of `write_captions`."""
     return CocoCaptions(
         folder / "captions.json",
-        REAL,
+        PHOTOS,
         folder / "negatives.jsonl",
         [folder / "swap_hp.jsonl", folder / "replace_hp.jsonl"],
         cache=folder / "cache",
@@ -162,7 +162,7 @@ def test_photographs_and_captions(tmp_path):
     i = next(i for i in range(n) if " and " in captions[i] and positives[i])
     assert len({captions[i], batch["hard_negative"][i], positives[i]}) == 3
     name = json.loads((tmp_path / "captions.json").read_text())["images"][i]["file_name"]
-    assert torch.equal(images[i], decode(REAL / name, 224))
+    assert torch.equal(images[i], decode(PHOTOS / name, 224))
 
 
 def start_compvl(*arguments, runs):
@@ -203,7 +203,7 @@ def training_command(folder):
         "train",
         *("--config", folder / "config.json"),
         *("--train-captions", folder / "captions.json"),
-        *("--image-root", REAL),
+        *("--image-root", PHOTOS),
         *("--hard-negatives", folder / "negatives.jsonl"),
         *("--hard-positives", folder / "swap_hp.jsonl"),
         *("--hard-positives", folder / "replace_hp.jsonl"),
@@ -301,7 +301,7 @@ def write_replace(folder, n):
     (root / "VG_100K").mkdir(parents=True)
     originals = []
     positives = []
-    for photo in sorted(REAL.glob("*.jpg")):
+    for photo in sorted(PHOTOS.glob("*.jpg")):
         objects = list(dict.fromkeys(labels_of(photo)))
         if len(objects) < 2 or len(originals) == n:
             continue
@@ -326,7 +326,7 @@ def retrieval_items(folder):
     """Twelve photographs, two of them greyscale, each with five captions of its labels."""
     labelled = sorted((write_replace(folder, 10) / "VG_100K").glob("*.jpg"))
     taken = {photo.name for photo in labelled}
-    others = [photo for photo in sorted(REAL.glob("*.jpg")) if photo.name not in taken]
+    others = [photo for photo in sorted(PHOTOS.glob("*.jpg")) if photo.name not in taken]
     grey = [photo for photo in others if Image.open(photo).mode == "L"][:2]
     items = []
     for photo in [*labelled, *grey]:
@@ -401,7 +401,7 @@ class Photographs:
         self.n = write_captions(folder, 12)
         self.photos = folder / "photos"
         self.photos.mkdir()
-        for photo in sorted(REAL.glob("*.jpg"))[:12]:
+        for photo in sorted(PHOTOS.glob("*.jpg"))[:12]:
             (self.photos / photo.name).write_bytes(photo.read_bytes())
         captions = json.loads((folder / "captions.json").read_text())
         self.names = [image["file_name"] for image in captions["images"]]
@@ -478,7 +478,7 @@ def test_the_command_line_says_so_in_one_line(tmp_path):
         "train",
         *("--data", "coco"),
         *("--train-captions", tmp_path / "captions.json"),
-        *("--image-root", REAL),
+        *("--image-root", PHOTOS),
         *("--hard-negatives", tmp_path / "short.jsonl"),
         *("--runs", tmp_path / "runs"),
         *("--set", "pretrained=null"),

@@ -6,13 +6,13 @@ these tests are skipped.
 
 import itertools
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from released import REAL
 
 from compvl.benchmarks.files import read_vl_checklist
 from compvl.benchmarks.items import Triplet
@@ -25,7 +25,6 @@ from compvl.benchmarks.swap import build_swap
 from compvl.core import CompvlError, write_json
 from compvl.images import image_key, open_image
 
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
 COUNTS = {"relations": 16_868, "attributes": 10_575}
 AUDIT = Path(__file__).resolve().parents[1] / "data/results/audit_replace.csv"
 WRONG_ARTICLE = re.compile(

@@ -13,11 +13,11 @@ import sys
 import types
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from released import REAL
 
 from compvl.benchmarks import order, retrieval
 from compvl.benchmarks.items import Pair
@@ -31,9 +31,6 @@ from compvl.downloads import DATASETS, status
 from compvl.evaluate.engine import evaluate
 from compvl.images import image_key, open_image
 from compvl.models.clip import create_model
-
-REAL = Path(os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared/real")
-
 
 VALSE_COUNTS = {
     "existence": 505,

@@ -5,19 +5,15 @@ Ids are the tokenizer's own, every parsed span has tokens, and the words at thes
 
 import csv
 import json
-import os
-from pathlib import Path
 
 import open_clip
 import pytest
 import torch
+from released import REAL
 
 from compvl.text.parser import parse_many
 from compvl.text.tokens import span_tokens, tokenize_with_spans
 
-REAL = Path(
-    os.environ.get("COMPVL_REAL") or Path(__file__).resolve().parents[2] / "shared" / "real"
-)
 KINDS = ("object", "attribute", "relation")
 pytestmark = pytest.mark.skipif(
     not (REAL / "aro").is_dir(),
