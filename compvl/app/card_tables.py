@@ -13,6 +13,7 @@ import pandas as pd
 
 from .evaluations import Evaluated
 from ..evaluate.averages import COUNT_METRICS
+from ..evaluate.conventions import SCORE_METRICS
 from ..paper.columns import METRIC_TITLES
 from ..paper.html_tables import Html, format_cell, html_table, small
 
@@ -41,7 +42,6 @@ _TITLES = METRIC_TITLES | dict(
     text_only_acc_both="texts alone, augmented accuracy",
     gap_cp="mean |s(c) − s(c_p)|",
 )
-_DECIMALS = dict(gap_cp=4)  # of scores; others are percentages
 
 
 def metric_title(metric: str) -> str:
@@ -91,7 +91,8 @@ def _value(found: dict, place: tuple[str, str, str], with_ties: bool) -> Html:
     row = found.get(place)
     if row is None:
         return Html("–")
-    cell = with_interval(row.value, row.lo, row.hi, _DECIMALS.get(row.metric, 1))
+    decimals = 4 if row.metric in SCORE_METRICS else 1
+    cell = with_interval(row.value, row.lo, row.hi, decimals)
     ties = found.get((*place[:2], "ties"))
     if with_ties and ties is not None and ties.value:
         cell = Html(f"{cell} {small(f'{ties.value:.0f} tied')}")

@@ -13,6 +13,9 @@ import open_clip
 from ..downloads import Dataset, File, dataset
 
 # %% ../../nbs/lib/models/08_releases.ipynb #fccdf426
+_NEVER_OPENED = "No weights were downloaded where compvl was made, so this file was never opened."
+
+
 @dataclass(frozen=True)
 class ZooEntry:
     """A released model."""
@@ -32,6 +35,11 @@ class ZooEntry:
     confirmed: str = ""  # what public sources say of it, and which
     note: str = ""  # what is inferred or not known, and what to mind
     pairwise: bool = False  # scores image and caption jointly, see `compvl.models.pairs`
+
+    @property
+    def not_confirmed(self) -> str:
+        """What is inferred or not known, and that nobody has opened the file."""
+        return f"{self.note} {_NEVER_OPENED}".strip()
 
 # %% ../../nbs/lib/models/08_releases.ipynb #83196c4d
 ZOO: dict[str, ZooEntry] = {}

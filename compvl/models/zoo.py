@@ -133,9 +133,6 @@ def _how_to_get(entry: ZooEntry, root=None) -> str:
     )
 
 # %% ../../nbs/lib/models/09_zoo.ipynb #2d2d6ec5
-_NEVER_OPENED = "No weights were downloaded where compvl was made, so this file was never opened."
-
-
 def zoo_table(root=None) -> pd.DataFrame:
     """One row a model of the zoo. Looks at the disk only.
 
@@ -158,7 +155,7 @@ def zoo_table(root=None) -> pd.DataFrame:
                 "homepage": entry.homepage,
                 "get": _how_to_get(entry, root),
                 "confirmed": entry.confirmed,
-                "note": f"{entry.note} {_NEVER_OPENED}".strip(),
+                "note": entry.not_confirmed,
             }
         )
     return pd.DataFrame(rows)

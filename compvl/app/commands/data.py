@@ -126,8 +126,10 @@ def _checkpoint_notes(name: str) -> list[str]:
     notes = []
     for entry in ZOO.values():
         if entry.dataset == name:
-            inferred = f"{entry.note} Its file was never opened where compvl was made.".strip()
-            notes += [f"{name}, confirmed: {entry.confirmed}", f"{name}, not confirmed: {inferred}"]
+            notes += [
+                f"{name}, confirmed: {entry.confirmed}",
+                f"{name}, not confirmed: {entry.not_confirmed}",
+            ]
     return notes
 
 

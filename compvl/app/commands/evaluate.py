@@ -43,12 +43,14 @@ def _side_by_side(df, differences):
     Behind the figure of all models but the first comes the difference from the first with its 95 %
     interval, with a star if the interval does not contain zero.
     """
+    from compvl.evaluate.conventions import SCORE_METRICS
+
     models = list(dict.fromkeys(df.model))
     key = ["benchmark", "group", "metric"]
     wide = df.pivot_table(index=key, columns="model", values="value", sort=False)
     values = wide[models]
     wide = values.map("{:.1f}".format)
-    is_score = wide.index.get_level_values("metric") == "gap_cp"  # not in percent
+    is_score = wide.index.get_level_values("metric").isin(SCORE_METRICS)
     wide[is_score] = values[is_score].map("{:.4f}".format)
     for row in differences.itertuples():
         place = (row.benchmark, row.group, row.metric)
