@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -62,7 +63,7 @@ def texts_of(row, n=1500):
 
 def same_words(caption, positive):
     """Whether a hard positive has the words of its caption, in whatever order."""
-    return sorted(positive.split()) == sorted(caption.split())
+    return sorted(re.findall(r"\w+", positive)) == sorted(re.findall(r"\w+", caption))
 
 
 def test_rows_with_one_kind_of_hard_positives_have_the_hard_negatives_of_hn():

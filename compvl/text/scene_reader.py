@@ -16,7 +16,7 @@ from .tags import caption_words, is_animate, known_family, noun_forms, tag_words
 __all__ = ['CaptionPart', 'caption_parts', 'SceneReader']
 
 # %% ../../nbs/lib/text/04c_scene_reader.ipynb #72187027
-_NOUN_PHRASE = r"""(?!(?<=WB)Aa*C)              # not the predicate of a relative clause
+_NOUN_PHRASE = r"""(?!(?<=WB)Aa*[C,])           # not the predicate of a relative clause
     D*
     (?:[RY]*(?:Aa*|[MJ]|Qq*D*)(?:,?C?(?=[RY]*[AMJ]))?)*  # adjectives, numerals, counting phrases
     [YR]*[NU]+"""
