@@ -2,7 +2,7 @@
 
     python scripts/longer.py [--seed 0]
 
-micro finetunes for a few hundred steps, which is what fits into a reproduction on two cores.
+micro finetunes for 120 steps, which is what fits into a reproduction on two cores.
 Where pieces of micro-full have been made (`scripts/pieces.py`), this script evaluates them on the
 items of micro-full, and writes data/results/micro-full/longer.csv, the accuracy and brittleness of
 each row of Table 1 that is there, longer_pairs.csv, paired differences of rows, and
