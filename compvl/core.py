@@ -5,7 +5,9 @@
 # %% ../nbs/lib/01_core.ipynb #d6ba7078
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import gc
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -26,7 +28,7 @@ from typing import Any
 # %% auto #0
 __all__ = ['CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir', 'cache_dir',
            'atomic_write', 'write_json', 'read_json', 'iter_jsonl', 'read_jsonl', 'read_csv', 'config_hash',
-           'seed_everything', 'git_commit', 'cores', 'environment', 'require']
+           'seed_everything', 'git_commit', 'cores', 'environment', 'release_memory', 'require']
 
 # %% ../nbs/lib/01_core.ipynb #7297f029
 # tqdm asks for ipywidgets, which nothing here needs
@@ -318,6 +320,16 @@ def environment() -> dict:
         threads=torch.get_num_threads(),
         gpu=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     )
+
+# %% ../nbs/lib/01_core.ipynb #2e2a685c
+def release_memory() -> None:
+    """Give memory that this process has freed back to the system.
+
+    This is glibc's `malloc_trim`; with other C libraries, nothing happens."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim:
+        trim(0)
 
 # %% ../nbs/lib/01_core.ipynb #c5946c6a
 def require(module: str, extra: str) -> Any:

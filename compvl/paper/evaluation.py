@@ -22,6 +22,7 @@ from compvl.core import (
     config_hash,
     environment,
     git_commit,
+    release_memory,
     write_json,
 )
 from ..evaluate.engine import COLUMNS, evaluate
@@ -158,6 +159,7 @@ def _evaluate_rows(
         in_order = [tables[number] for number in sorted(tables) if len(tables[number])]
         res.table = pd.concat(in_order, ignore_index=True)
         _write_csv(res.table, out, name)
+        release_memory()
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #6b5c2a80
 def _finish(res: Results, out: Path, name: str):
