@@ -76,6 +76,17 @@ def double_model(device="cpu"):
     return Double(model.clip.double(), model.preprocess, model.tokenizer, model.name)
 
 
+def biased_model(device="cpu"):
+    """The model in double precision, with a logit bias as SigLIP has one."""
+    model = double_model(device)
+    bias = torch.tensor(-5.0, dtype=torch.float64, device=device)
+    model.clip.logit_bias = nn.Parameter(bias)
+    return model
+
+
+SIGMOID = dict(method="sigmoid+hp+hn", w_itc=0.0)
+
+
 def config_with(**options):
     """The config of a short run, with other fields.
 
@@ -112,6 +123,16 @@ def test_chunked_is_plain(options):
             assert apart(gradients, others) < tolerance < largest(gradients)
 
 
+def test_chunked_bias_is_plain():
+    """Gradients of a model's logit bias, and of its weights, are the same in chunks."""
+    model = biased_model()
+    acc = Accelerator(cpu=True)
+    whole, gradients = step(acc, model, Towers(model), range(16), **SIGMOID)
+    chunked, others = step(acc, model, Towers(model), range(16), chunk_size=5, **SIGMOID)
+    assert abs(float(whole["loss"] - chunked["loss"])) < 1e-12
+    assert apart(gradients, others) < 1e-12 < abs(float(model.clip.logit_bias.grad))
+
+
 def loss_of_kept_graphs(model, towers, batch, config):
     """The loss of a batch in chunks whose graphs are all kept, and which draw once."""
     images, texts, scales, order = [], [], [], []
@@ -124,7 +145,7 @@ def loss_of_kept_graphs(model, towers, batch, config):
         scales.append(scale)
         order.append(rows)
     texts = torch.cat(texts)[torch.cat(order).argsort()]
-    return feature_loss(torch.cat(images), texts, scales[0], None, None, batch, config)[0]
+    return feature_loss(torch.cat(images), texts, scales[0], None, None, None, batch, config)[0]
 
 
 def test_chunks_draw_the_same_dropout_twice():
@@ -252,6 +273,13 @@ for k, chunk in CASES[world]:
     }
     if acc.is_main_process:
         torch.save((parts, grads), f"{folder}/{world}-{k}-{chunk}.pt")
+for chunk in (None, 3):
+    model = biased_model(acc.device)
+    towers = acc.prepare(Towers(model))
+    for _ in range(2):  # a second step fails where a gradient was left out
+        _, grads = step(acc, model, towers, items, chunk_size=chunk, **SIGMOID)
+    if acc.is_main_process:
+        torch.save(grads, f"{folder}/{world}-bias-{chunk}.pt")
 largest_n = largest_of_loss(64)
 if acc.is_main_process:
     torch.save(largest_n, f"{folder}/{world}-largest.pt")
@@ -322,6 +350,11 @@ def test_processes_are_one(tmp_path, world):
         their_parts, their_gradients = torch.load(tmp_path / f"{world}-{k}-{chunk}.pt")
         assert their_parts == pytest.approx(as_floats(parts), abs=1e-5)
         assert largest(gradients) > 1e-3
+        assert apart(gradients, their_gradients) < 1e-5 * max(1.0, largest(gradients))
+    model = biased_model()
+    _, gradients = step(acc, model, Towers(model), range(16), **SIGMOID)
+    for chunk in (None, 3):
+        their_gradients = torch.load(tmp_path / f"{world}-bias-{chunk}.pt")
         assert apart(gradients, their_gradients) < 1e-5 * max(1.0, largest(gradients))
     # B x global B, with as many hard negatives: no (global B)²
     assert torch.load(tmp_path / f"{world}-largest.pt") == {

@@ -121,6 +121,10 @@ class DualEncoder(nn.Module):
     def logit_scale(self) -> nn.Parameter:
         return self.network.logit_scale
 
+    @property
+    def logit_bias(self) -> nn.Parameter | None:
+        return getattr(self.network, "logit_bias", None)
+
     def encode_image(self, images: Tensor) -> Tensor:
         """`PictureInputs` of images, float [B, …] -> features [B, D]."""
         return _features(self.network.get_image_features(**_image_inputs(images)))

@@ -106,6 +106,9 @@ def set_up_clip(model: Model, config: TrainConfig, words: Sequence[str] | None =
         add_lora(clip, config.lora_rank, config.lora_alpha, config.seed)
     if "diffusion" in needed(config):
         trainable_layernorms(clip)
+    bias = getattr(clip, "logit_bias", None)
+    if bias is not None and "logit_bias" not in needed(config):
+        bias.requires_grad_(False)
     if words is not None:
         train_words_only(model, words)
     if config.grad_checkpointing:
@@ -121,8 +124,7 @@ def plain_clip(clip: nn.Module, config: TrainConfig) -> nn.Module:
     whole_vocabulary(clip)
     if config.lora_rank:
         merge_lora(clip)
-    if "diffusion" in needed(config):
-        clip.requires_grad_(True)
+    clip.requires_grad_(True)
     if config.grad_checkpointing:
         clip.set_grad_checkpointing(False)
     if config.compile:

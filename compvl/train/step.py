@@ -62,11 +62,13 @@ class Towers(nn.Module):
         attribution: str | None = None,  # of the captions, one of `ATTRIBUTIONS`
         attribution_score: str = "logit",  # what it explains, one of `SCORES`
     ) -> tuple:
-        """Image features [B, D] and text features [M, D], as unit vectors; the scale; where the
-        attribution takes a text pass, that of the captions, float [B, L], with gradient, else None;
-        with a teacher L_SDS of images and captions, else None."""
+        """Image features [B, D] and text features [M, D], as unit vectors; the scale; the logit
+        bias, None for a model without one; where the attribution takes a text pass, that of the
+        captions, float [B, L], with gradient, else None; with a teacher L_SDS of images and
+        captions, else None."""
         image_features = self.model.encode_image(images)
         scale = self.clip.logit_scale.exp()
+        bias = getattr(self.clip, "logit_bias", None)
         captions = tokens[: len(image_features)]
         token_attributions = None
         if attribution in (None, "perturbation"):
@@ -79,7 +81,7 @@ class Towers(nn.Module):
         if self.head:
             unnormalised = image_features * image_features.shape[1] ** 0.5
             distillation = sds_loss(self._teacher[0], self.head, unnormalised, captions)
-        return image_features, text_features, scale, token_attributions, distillation
+        return image_features, text_features, scale, bias, token_attributions, distillation
 
     def _attribute(self, image_features, tokens, attribution, score):
         "Attributions of the captions' tokens, and features of all texts."
@@ -124,6 +126,7 @@ def unpack_batch(
     images: Tensor,  # unit vectors [B, D]
     texts: Tensor,  # unit vectors [M, D], in the order of the batch's tokens
     scale: Tensor,  # exp of the logit scale
+    bias: Tensor | None,  # the logit bias
     token_attributions: Tensor | None,  # float [B, L]; None: not computed
     distillation: Tensor | None,  # L_SDS
     batch: dict,  # the collated micro-batch
@@ -144,6 +147,7 @@ def unpack_batch(
         perturbed=perturbed,
         token_attributions=token_attributions,
         distillation=distillation,
+        logit_bias=bias,
         batch=batch,
     )
     if "bag_size" in batch:
@@ -179,6 +183,7 @@ def feature_loss(
     images: Tensor,  # unit vectors [B, D]
     texts: Tensor,  # unit vectors [M, D], in the order of the batch's tokens
     scale: Tensor,  # exp of the logit scale
+    bias: Tensor | None,  # the logit bias
     token_attributions: Tensor | None,  # float [B, L]; None: L_attr by a text pass is left out
     distillation: Tensor | None,  # L_SDS
     batch: dict,  # the collated micro-batch, on the device of the features
@@ -189,7 +194,7 @@ def feature_loss(
     Logged: the parts of the loss, the logit scale, and how many items have hard negatives, hard
     positives, bags, units, counterparts, both an object and a relation or attribute, and an active
     hinge in L_attr."""
-    features = unpack_batch(images, texts, scale, token_attributions, distillation, batch)
+    features = unpack_batch(images, texts, scale, bias, token_attributions, distillation, batch)
     loss, parts = total_loss(features, config)
     return loss, {**parts, "logit_scale": scale.detach(), **count_items(features, config)}
 
@@ -270,7 +275,8 @@ class ChunkedBackward:
         """Add the gradients of the batch to the weights; returns what `batch_loss` does."""
         features = self.encode_all()
         loss, logged = feature_loss(*features, None, None, self.batch, self.config)
-        gradients = torch.autograd.grad(loss, features)
+        leaves = [leaf for leaf in features if leaf is not None]
+        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
         return self.carry(gradients, loss.detach(), logged)
 
     def encode(self, items: slice, texts: Tensor, attribution: str | None = None) -> tuple:
@@ -279,23 +285,24 @@ class ChunkedBackward:
         tokens = self.batch["tokens"][texts.to(self.model.device)]
         return self.towers(images, tokens, attribution, self.config.attribution_score)
 
-    def encode_all(self) -> list[Tensor]:
-        """First pass: features of all images and all texts, and the scale, as leaves of a graph."""
+    def encode_all(self) -> list[Tensor | None]:
+        """First pass: features of all images and texts, scale, and bias, as leaves of a graph."""
         encoded = []
         with torch.no_grad():
             for chunk in self.chunks:
                 self.states.append(RandomState(self.model.device))
-                encoded.append(self.encode(*chunk)[:3])
-        images, texts, scales = zip(*encoded, strict=True)
+                encoded.append(self.encode(*chunk)[:4])
+        images, texts, scales, biases = zip(*encoded, strict=True)
         order = torch.cat([texts_of_chunk for _, texts_of_chunk in self.chunks]).argsort()
         texts = torch.cat(texts)[order.to(self.model.device)]
-        return [x.detach().requires_grad_() for x in (torch.cat(images), texts, scales[0])]
+        found = (torch.cat(images), texts, scales[0], biases[0])
+        return [None if x is None else x.detach().requires_grad_() for x in found]
 
     def carry(self, gradients, loss: Tensor, logged: dict) -> tuple[Tensor, dict]:
-        """Second pass: carry the gradients of features and scale into the weights.
+        """Second pass: carry the gradients of features, scale and bias into the weights.
 
         Terms that need a text pass are added chunk by chunk, also to the loss and to its parts."""
-        image_gradients, text_gradients, scale_gradient = gradients
+        image_gradients, text_gradients, *scalar_gradients = gradients
         attribution = text_pass_of(self.config)
         n = count_rows(attributable(self.batch)) if attribution else None
         last = len(self.chunks) - 1
@@ -303,11 +310,12 @@ class ChunkedBackward:
             with nullcontext() if k == last else self.accelerator.no_sync(self.towers):
                 self.states[k].restore()
                 outputs = self.encode(items, texts, attribution)
-                images, captions, scale = outputs[:3]
+                images, captions, *scalars = outputs[: 2 + len(scalar_gradients)]
                 carried = (images * image_gradients[items]).sum()
                 carried = carried + (captions * text_gradients[texts.to(self.model.device)]).sum()
                 if k == last:
-                    carried = carried + scale * scale_gradient
+                    for scalar, gradient in zip(scalars, scalar_gradients, strict=True):
+                        carried = carried + (scalar * gradient).sum()
                 if attribution:
                     captions = self.text_pass_features(items, outputs, n)
                     for name, weight, part in self.text_pass_terms(captions):
@@ -323,7 +331,7 @@ class ChunkedBackward:
         """The features of a chunk's captions, with attributions.
 
         `n`: how many captions of the global batch are attributable."""
-        images, texts, scale, token_attributions, _ = outputs
+        images, texts, scale, _, token_attributions, _ = outputs
         rows = {}
         for name in ("objects", "composition", "relations"):
             if name in self.batch:

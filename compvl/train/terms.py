@@ -60,6 +60,7 @@ class Features:
     token_attributions: Tensor | None = None  # float [B, L], by a text pass; None: not computed
     global_attributable: Tensor | None = None  # int64, `attributable` of the global batch, counted
     distillation: Tensor | None = None  # L_SDS, a scalar
+    logit_bias: Tensor | None = None  # of the model, one number; None: it has none
     batch: dict = field(default_factory=dict)  # the collated micro-batch (see `Collate`)
 
     @property
@@ -94,6 +95,7 @@ NEEDS = {
     "image of it (data with the option `counterparts`)",
     "attribution": "attributions of the captions' tokens, by `TrainConfig.attribution`",
     "diffusion": "the frozen text-to-image model `TrainConfig.teacher`, and its L_SDS",
+    "logit_bias": "the logit bias of a model that has one, trained; it is frozen otherwise",
 }
 
 # %% ../../nbs/lib/train/01_terms.ipynb #afd9ff17
@@ -394,10 +396,12 @@ def triplet_term(features, config):
 
 # %% ../../nbs/lib/train/01_terms.ipynb #e9bfa9c8
 def _sigmoid_bias(features: Features) -> Tensor:
+    if features.logit_bias is not None:
+        return features.logit_bias
     return softmax_bias(features.images, features.captions, features.scale)
 
 
-@register_term("sigmoid")
+@register_term("sigmoid", needs=("logit_bias",))
 def sigmoid_term(features, config):
     """Each pair of the batch is a yes-or-no question (SigLIP; Zhai et al. 2023)."""
     return sigmoid_loss(
@@ -409,7 +413,7 @@ def sigmoid_term(features, config):
     )
 
 
-@register_term("sigmoid_hn", needs=("hard_negatives",))
+@register_term("sigmoid_hn", needs=("hard_negatives", "logit_bias"))
 def sigmoid_negative_term(features, config):
     """Image and hard negative are a pair that does not belong together."""
     return sigmoid_pair_loss(
@@ -422,7 +426,7 @@ def sigmoid_negative_term(features, config):
     )
 
 
-@register_term("sigmoid_hp", needs=("hard_positives",))
+@register_term("sigmoid_hp", needs=("hard_positives", "logit_bias"))
 def sigmoid_positive_term(features, config):
     """Image and hard positive are a pair that belongs together."""
     return sigmoid_pair_loss(
