@@ -1,6 +1,6 @@
 """Keep a reproduction as the project's committed results.
 
-    python scripts/keep.py [--times] [reproduction]
+    python scripts/keep.py [--times | --no-times] [reproduction]
 
 It copies tidy results to data/results/<profile>/, figures to figures/ and outputs into nbs/paper/,
 so that they can be read on the web. It runs the ledger of statements once more on the results that
@@ -11,8 +11,9 @@ It refuses results of a working tree with uncommitted changes: nobody could say 
 them. If rows were trained beforehand, piece by piece ($COMPVL_PIECES is the folder of the pieces),
 training.csv beside the results says what that took.
 
-With --times it keeps only how long the notebooks took; `compvl reproduce` estimates the time that
-is left from that.
+With --times it keeps only how long the notebooks took and what all of them cost together;
+`compvl reproduce` estimates the time that is left from that. With --no-times it keeps all but that:
+for a reproduction that found its training runs where an earlier one had left them ($COMPVL_RUNS).
 """
 
 import argparse
@@ -37,6 +38,7 @@ from compvl.paper.runs import run_config
 from compvl.paper.table_rows import HP_TABLE8
 
 NOTEBOOKS = ROOT / "nbs/paper"
+TIME_FILES = ("notebooks.json", "cost.json")
 TIMES = ("name", "status", "profile", "commit", "seconds", "jobs", "peak_mb")
 
 
@@ -95,7 +97,10 @@ def keep_times(out: Path, folder: Path | None = None):
     folder = folder or ROOT / "data/results" / profiles.pop()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "notebooks.json"
-    entries = {entry["name"]: entry for entry in (read(path) if path.exists() else [])}
+    entries = {}
+    for entry in read(path) if path.exists() else []:
+        if (NOTEBOOKS / f"{entry['name']}.ipynb").exists():
+            entries[entry["name"]] = entry
     for result in results:
         entries[result["name"]] = {key: result[key] for key in TIMES}
     ordered = [entries[name] for name in sorted(entries)]
@@ -181,10 +186,15 @@ def checked_tables(out: Path) -> list[Path]:
 
 
 def remove_old(folder: Path, made: set[str]):
-    """Remove the results of the notebooks that were made; of all, if all were made."""
+    """Remove the results of the notebooks that were made; of all, if all were made.
+
+    Times and cost stay.
+    """
     numbers = {notebook_number(name) for name in made}
     every = made >= {path.stem for path in NOTEBOOKS.glob("[0-9]*.ipynb")}
     for path in folder.iterdir():
+        if path.name in TIME_FILES:
+            continue
         if path.is_file() and (every or notebook_number(path.stem) in numbers):
             path.unlink()
 
@@ -207,7 +217,7 @@ def read_again(folder: Path) -> set[str]:
         return keep_pictures(Path(tmp))
 
 
-def keep(out: Path):
+def keep(out: Path, with_times: bool = True):
     """Copy what `out` contains."""
     runs = checked_runs(out)
     tables = checked_tables(out)
@@ -218,7 +228,8 @@ def keep(out: Path):
     results = out / "results"
     for path in [*results.glob("*.json"), *results.glob("*.csv"), *tables]:
         shutil.copy(path, folder)
-    keep_times(out, folder)
+    if with_times:
+        keep_times(out, folder)
     pieces = os.environ.get("COMPVL_PIECES")
     if pieces:
         keep_training(runs, Path(pieces), folder)
@@ -237,9 +248,11 @@ def keep(out: Path):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=ROOT / "reproduction")
-    parser.add_argument("--times", action="store_true", help="keep only the times of notebooks")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--times", action="store_true", help="keep only times and cost")
+    which.add_argument("--no-times", action="store_true", help="keep all but times and cost")
     arguments = parser.parse_args()
     if arguments.times:
         keep_times(arguments.out)
     else:
-        keep(arguments.out)
+        keep(arguments.out, with_times=not arguments.no_times)

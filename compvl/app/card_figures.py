@@ -142,7 +142,7 @@ def standing_html(evaluations: Sequence[Evaluated], benchmarks: Sequence[Benchma
     if not shown:
         return "<p>Neither REPLACE (both parts) nor SWAP was evaluated.</p>"
     if since_2024:
-        shown += _panels(summary, models, since_2024, subtitle=", methods since 2024")
+        shown += _panels(summary, models, since_2024, subtitle=", other methods")
     text = f"Stars: this evaluation, with 95 % intervals. {note} The best place is the lower right."
     return f'{shown}<p class="meta">{text}</p>'
 

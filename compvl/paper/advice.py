@@ -111,15 +111,15 @@ def _recommendation(choice, unit: str, most: int) -> str:
         advised = f"**undecided** between {best} and {_names(choice.as_good, most)}"
     else:
         advised = (
-            f"**undecided**: {best} was chosen, and {second} is better on the items that "
-            "did not choose"
+            f"**undecided**: {best} was selected on one half of the items, and {second}, the "
+            "runner-up, is better on the other half"
         )
     value = figure_text(choice.value)
     lo, hi = (figure_text(end, sign="+") for end in (choice.lo, choice.hi))
     compared = "better" if choice.ahead >= 0 else "worse"
     return (
-        f"- {choice.goal}: {advised}. {best} has {value} on the items that did not choose, "
-        f"{figure_text(abs(choice.ahead))} {unit} {compared} than {second}, which came second "
+        f"- {choice.goal}: {advised}. {best} has {value} on the other half, "
+        f"{figure_text(abs(choice.ahead))} {unit} {compared} than the runner-up, {second} "
         f"(lead in [{lo}, {hi}])."
     )
 

@@ -51,8 +51,7 @@ def examples(
 ) -> list[Example]:
     """One item per group, drawn among those on which rows have the wanted outcomes.
 
-    Where no item has them, one is drawn among all of the group. Groups whose benchmark or rows are
-    not there are left out.
+    Groups without such an item, and groups whose benchmark or rows are not there, are left out.
     """
     keys = [key for key in keys if key in res.scores]
     first_seed = {key: next(iter(res.scores[key].values())) for key in keys}
@@ -65,11 +64,10 @@ def examples(
             continue
         table = first_seed[keys[0]][name]
         inside = table[table.group == group] if group else table
-        if not len(inside):
-            continue
         hits = _hits(res, wanted, name, inside)
-        among = hits if len(hits) else inside
-        chosen = random.Random(f"{seed}-{name}-{group}").choice(sorted(among.id))
+        if not len(hits):
+            continue
+        chosen = random.Random(f"{seed}-{name}-{group}").choice(sorted(hits.id))
         scores = {}
         for key in keys:
             row = first_seed[key][name].set_index("id").loc[chosen]

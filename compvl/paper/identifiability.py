@@ -157,6 +157,7 @@ def identified(
     what: str,  # the features, in words
     invariant: Figure,  # R² of the invariant block
     private: Figure,  # R² of a private block, or of its own part
+    excluded: str = "the private block",  # of which `private` is the R²
 ) -> list[dict]:
     """Two findings: features contain the invariant block, and exclude a private one.
 
@@ -164,7 +165,7 @@ def identified(
     """
     n_boot = len(invariant.boot)
     contain = f"{what} contain the invariant block (R² above {CONTAINED:.0f} %)"
-    exclude = f"{what} exclude the private block (R² below {EXCLUDED:.0f} %)"
+    exclude = f"{what} exclude {excluded} (R² below {EXCLUDED:.0f} %)"
     return [
         finding(f"{id}-invariant", contain, figure(CONTAINED, n_boot), 100 * invariant, +1),
         finding(f"{id}-private", exclude, figure(EXCLUDED, n_boot), 100 * private, -1),
@@ -201,10 +202,8 @@ def hard_identification_findings(r2: Mapping[tuple[str, int, str, str], Figure])
         if block != "invariant":
             continue
         data = "new pairs" if pairs == "new" else f"{int(pairs):,} pairs"
-        what = (
-            f"Theorem 5, private blocks made from the invariant one, {data}: {tower} features of "
-            f"{width} numbers"
-        )
+        what = f"Private blocks made from z, {data}, {width} numbers: {tower} features"
         own = r2[pairs, width, tower, _OWN]
-        findings += identified(f"hard-{pairs}-{width}-{tower}", what, invariant, own)
+        id = f"hard-{pairs}-{width}-{tower}"
+        findings += identified(id, what, invariant, own, "the private block's own part")
     return findings

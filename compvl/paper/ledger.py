@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['STATEMENTS', 'BY_CONSTRUCTION', 'LEDGER_COLUMNS', 'PAPER_TITLES', 'Evaluation', 'evaluate_statement',
-           'difference_text', 'items_needed', 'evaluation_text', 'discoveries', 'ledger_row', 'make_ledger', 'counts',
-           'paper_report']
+           'difference_text', 'measured_text', 'published_text', 'items_needed', 'evaluation_text', 'discoveries',
+           'ledger_row', 'make_ledger', 'counts', 'paper_report']
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #223f5edd
 from collections.abc import Iterable
@@ -107,6 +107,25 @@ def _range(values, unit: str) -> str:
     return lo if lo == hi else f"{lo} to {hi}"
 
 
+def measured_text(tests: pd.DataFrame, unit: str = "points") -> str:
+    """The difference with its interval; of several tests, the smallest and largest difference.
+
+    `tests`: columns difference, lo, hi. '–' without a test."""
+    if tests.empty:
+        return "–"
+    if len(tests) > 1:
+        return _range(tests.difference, unit)
+    (test,) = tests.itertuples()
+    difference, lo, hi = (difference_text(v, unit) for v in (test.difference, test.lo, test.hi))
+    return f"{difference} [{lo}, {hi}]"
+
+
+def published_text(tests: pd.DataFrame, unit: str = "points") -> str:
+    """The published difference, or the smallest and largest of several; '–' without one."""
+    published = tests.published.dropna()
+    return _range(published, unit) if len(published) else "–"
+
+
 def _one_test(tests: pd.DataFrame, unit: str, published: str) -> str:
     """The figures of a statement with one test."""
     (test,) = tests.itertuples()
@@ -162,8 +181,8 @@ def evaluation_text(
         run = f"run `compvl reproduce {numbers} --profile {profile}`"
     if tests.empty:
         return f"No data: {run or 'the notebook has no figure for it'}."
-    theirs = tests.published.dropna()
-    published = f"published {_range(theirs, statement.unit)}" if len(theirs) else ""
+    theirs = published_text(tests, statement.unit)
+    published = "" if theirs == "–" else f"published {theirs}"
     figures = _one_test if len(tests) == 1 else _several_tests
     parts = [figures(tests, statement.unit, published)]
     if run:
@@ -200,7 +219,7 @@ _COUNTS = {  # column of the ledger -> the verdicts of tests that it counts
 }
 LEDGER_COLUMNS = [
     *"id paper kind where notebook claim short rule tests difference lo hi published".split(),
-    *"detectable unit seeds".split(),
+    *"detectable measured published_range unit seeds".split(),
     *_COUNTS,
     *"no_data verdict sentence".split(),
 ]
@@ -226,6 +245,8 @@ def ledger_row(found: Evaluation, profile: str) -> dict:
         hi=tests.hi.max(),
         published=published.mean() if len(published) else np.nan,
         detectable=detectable(tests.lo, tests.hi).mean(),
+        measured=measured_text(tests, statement.unit),
+        published_range=published_text(tests, statement.unit),
         unit=statement.unit,
         seeds=tests.seeds.max(),
         no_data=len(found.missing),
@@ -244,7 +265,8 @@ def make_ledger(
 
     Ledger: columns `LEDGER_COLUMNS`. Where a statement has several tests, `difference`,
     `published` and `detectable` are means over them, `lo` and `hi` the ends of their intervals
-    together; the columns named for verdicts count the tests, and `no_data` those without a table.
+    together, and `measured` and `published_range` are texts (see `measured_text`). The columns
+    named for verdicts count the tests, and `no_data` those without a table.
     Evidence: id, kind, `TEST_COLUMNS`, seeds and `q` (see `discoveries`). A statement without data
     is a row with the verdict *no data*. Raises CompvlError where a table that is there lacks a row
     of a test.

@@ -89,12 +89,12 @@ def _verdict_cell(verdict: str) -> str:
 
 
 def _measured_cell(row) -> str:
-    """The difference of a statement above its interval, as HTML."""
-    if np.isnan(row.difference):
-        return "–"
-    difference, lo, hi = (difference_text(v, row.unit) for v in (row.difference, row.lo, row.hi))
+    """The difference of a statement above its interval, or a range of differences, as HTML."""
+    difference, bracket, interval = row.measured.partition(" [")
+    if not bracket:
+        return row.measured
     look = "font-size:80%;color:#555;white-space:nowrap"
-    return f'{difference}<br><span style="{look}">[{lo}, {hi}]</span>'
+    return f'{difference}<br><span style="{look}">[{interval}</span>'
 
 
 def _markup(text: str) -> str:
@@ -118,7 +118,7 @@ def _shown(row, notebooks: dict[str, str], folder: str) -> dict:
         "where": row.where,
         "the paper says": f'<div style="min-width:11rem">{html.escape(row.claim)}</div>',
         "measured": _measured_cell(row),
-        "published": "–" if np.isnan(row.published) else difference_text(row.published),
+        "published": row.published_range,
         "tests": f"{row.tests}, {row.rule}" if row.rule else f"{row.tests}",
         "seeds": "–" if np.isnan(row.seeds) else f"{row.seeds:.0f}",
         "notebook": _notebook_cell(row, notebooks, folder),
@@ -130,7 +130,7 @@ def _shown(row, notebooks: dict[str, str], folder: str) -> dict:
 # %% ../../nbs/lib/paper/19b_ledger_views.ipynb #7261d60a
 _TABLE_NOTE = """Differences, in points of percent, in hundredths (of cosines, attributions,
 correlations, shares) or in nats (of losses), with 95 % intervals. Where a statement has several
-tests, their mean and the ends of their intervals together are shown; tests: their number, and the
+tests, the smallest and the largest difference are shown; tests: their number, and the
 rule that combines them. Kind: an effect could have come out the other way; a premise is what the
 setting must fulfil; what holds by construction is no evidence. Notebook: the one that evaluates the
 statement, below its heading *Statements of the papers*.""".replace("\n", " ")

@@ -19,7 +19,13 @@ from .columns import Column
 from .evaluation import results
 from .evidence import Store
 from .html_tables import html_table
-from .ledger import STATEMENTS, Evaluation, evaluate_statement
+from compvl.paper.ledger import (
+    STATEMENTS,
+    Evaluation,
+    evaluate_statement,
+    measured_text,
+    published_text,
+)
 from .profiles import get_profile
 from .results import Results
 from .rows import ROWS, Row
@@ -58,21 +64,28 @@ def _verdict_row(found: Evaluation) -> dict:
         "kind": found.statement.kind,
         "statement": found.statement.text,
         "tests": len(tests),
-        "difference": tests.difference.mean(),
-        "difference_lo": tests.lo.min(),
-        "difference_hi": tests.hi.max(),
-        "published": tests.published.mean(),
+        "measured": measured_text(tests, found.statement.unit),
+        "published": published_text(tests, found.statement.unit),
         "unit": found.statement.unit,
         "verdict": found.verdict,
     }
 
 
-_VERDICT_NOTE = """Difference and published difference with the 95 % interval. Where a statement has
-several tests: the mean difference, and the lowest and the highest end of the tests' intervals. The
-ledger says how a verdict is reached.
+_VERDICT_NOTE = """Measured: the difference with its 95 % interval; where a statement has several
+tests, the smallest and the largest difference. The ledger has each test, and says how a verdict is
+reached.
 """.replace("\n", " ").strip()
 
 # %% ../../nbs/lib/paper/20_notebook.ipynb #db361bbc
+_TERMS = """**Terms.** An item of REPLACE or SWAP has an image, its caption c, a *hard negative*
+c_n, which is a false text, and a *hard positive* c_p, which is a true rewording. *Original
+accuracy*: how often c scores above c_n. *Augmented accuracy*: how often both c and c_p do.
+*Brittleness*: how often exactly one of the two does. Chance is 50, 33.3 and 33.3 %. CLIP-COCO is
+finetuned on captions alone, HN with hard negatives as well, HP+HN with hard negatives and hard
+positives.
+""".replace("\n", " ").strip()
+
+
 class Notebook:
     """What a paper notebook does over and over: results, tables and figures, by its own name.
 
@@ -97,8 +110,8 @@ class Notebook:
         return f"Notebook({self.name!r}, {self.profile.name!r})"
 
     def describe(self) -> Markdown:
-        """The profile in words."""
-        return Markdown(self.profile.describe())
+        """The profile in words, and the terms that the notebooks share."""
+        return Markdown(f"{self.profile.describe()}\n\n{_TERMS}")
 
     def _file(self, suffix: str | None) -> str:
         """Name of what the notebook writes."""
@@ -211,7 +224,6 @@ class Notebook:
         store = Store(self.out, self.profile.name, fallback=False)
         found = [_verdict_row(evaluate_statement(id, store, strict=False)) for id in ids]
         table = pd.DataFrame(found).set_index("id")
-        table = table.astype({"difference": float, "published": float})
         display(HTML(html_table(table, "Statements of the papers", _VERDICT_NOTE)))
 
     def figure(self, figure, name: str):

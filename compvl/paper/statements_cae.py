@@ -64,16 +64,22 @@ def _published_ratio() -> float:
 
 def _objects_first(method: str, kind: str) -> Stored:
     """That CLIP attributes more to objects than to another kind of token."""
-    where = dict(model="CLIP", attribution=method, kind=kind)
-    scale = 1.0 if method == "perturbation" else 100.0  # perturbation is a share already
-    return Stored(_GAP, f"object − {kind}, {method}", where, 1, scale=scale, seeds=1)
+    return Stored(
+        _GAP,
+        f"object / {kind} − 1, {method}",
+        dict(model="CLIP", attribution=method, kind=kind),
+        1,
+        columns=("excess", "excess_lo", "excess_hi"),
+        scale=100.0,
+        seeds=1,
+    )
 
 
 def _more_even(method: str, kind: str) -> Stored:
     """That L_attr lowers the attribution of objects beyond another kind of token."""
     label = ROWS[f"cae-{method}"].label
     where = dict(model=label, attribution=method, kind=kind)
-    scale = 1.0 if method == "perturbation" else 100.0
+    scale = 1.0 if method == "perturbation" else 100.0  # a difference of logits is no share
     test = f"{label} − CLIP-FT, object − {kind}, {method}"
     return Stored("05_attribution_changes", test, where, -1, scale=scale)
 
@@ -121,7 +127,8 @@ _ATTRIBUTION = [
     Statement(
         "CAE2",
         "Figure 6",
-        "By attention, perturbation and gradient, too, objects receive more than relations",
+        "By attention, perturbation and gradient, too, objects receive more than relations (here: "
+        "the ratio of the two, minus one)",
         "objects before relations, others",
         tuple(_objects_first(method, "relation") for method in ATTRIBUTIONS if method != "gradcam"),
         unit="hundredths",
@@ -129,7 +136,7 @@ _ATTRIBUTION = [
     Statement(
         "CAE3",
         "Figures 1 and 6",
-        "Objects receive more than attributes",
+        "Objects receive more than attributes (here: the ratio of the two, minus one)",
         "objects before attributes",
         tuple(_objects_first(method, "attribute") for method in ATTRIBUTIONS),
         unit="hundredths",

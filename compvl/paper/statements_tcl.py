@@ -113,7 +113,7 @@ TCL = [
     Statement(
         "TCL11",
         "text, conclusion",
-        "Negatives of repeated operators are harder",
+        "Repeated operations make more complex negatives (here: harder for CLIP, by its ranking)",
         "repeated operators: harder",
         (
             Findings(
@@ -132,14 +132,16 @@ TCL = [
     Statement(
         "TCL12",
         "Table 2",
-        "Training on negatives of repeated operators gains over single ones (1.84 points on CC3M)",
+        "Training with operators applied repeatedly gains accuracy (1.84 points on CC3M; here: "
+        "over operators applied once)",
         "repeated operators: gain",
         (_GAIN,),
     ),
     Statement(
         "TCL13",
         "text, limitations",
-        "Returns diminish as operators are combined",
+        "Combining several operations may have diminishing returns (here: each further application "
+        "gains less)",
         "repeated operators: diminishing returns",
         (
             Findings(
@@ -207,8 +209,8 @@ TCL = [
     Statement(
         "TCL19",
         "Theorem 5 (beside it)",
-        "With features of more numbers than the invariant block (12 instead of 6), they identify "
-        "it and nothing else as well",
+        "With features of more dimensions than the invariant block (11 instead of 5), they "
+        "identify it and nothing else as well",
         "invariant block identified, wide features",
         (Findings(_HARD, _identified("hard-new-12") + _identified("hard-1000-12")),),
         unit="hundredths",
