@@ -92,7 +92,7 @@ def _run(path: Path, profile: str, parameters: dict, out: Path, console, left) -
         profile,
         git_commit(),
         seconds=round(monitor.seconds, 2),
-        peak_mb=round(monitor.peak_mb, 1),
+        peak_mb=round(monitor.memory.mb, 1),
         error=error,
         outputs=outputs,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from .estimate import TimeLeft, clock, known_seconds
 from .execution import run_notebook
-from .monitor import children_mb
+from .monitor import PeakMemory
 from .pages import write_pages
 from .plan import PlannedNotebook, select_notebooks
 from .processes import NotebookProcess, collect_interrupts
@@ -82,7 +82,7 @@ class _Reproduction:
         self.surroundings = surroundings_digest()
         self.known = known_seconds(self.profile)
         self.results = []
-        self.peak_mb = 0.0
+        self.memory = PeakMemory()
         self.start = time.perf_counter()
         to_run = [notebook.name for notebook in self.planned if not self.check(notebook)[1]]
         self.left = TimeLeft(to_run, self.known, self.jobs)
@@ -139,7 +139,7 @@ def _run_in_turn(run: _Reproduction) -> None:
             run.finish(current)
             continue
         result = run_notebook(*run.arguments(notebook), run.console, run.left)
-        run.peak_mb = max(run.peak_mb, result.peak_mb)
+        run.memory.mb = max(run.memory.mb, result.peak_mb)
         run.finish(result, identity)
         if result.status == "interrupted":
             return
@@ -180,7 +180,7 @@ def _run_side_by_side(run: _Reproduction) -> None:
                 result = process.result()
                 if result:
                     run.finish(result, running.pop(process))
-            run.peak_mb = max(run.peak_mb, children_mb())
+            run.memory.sample()
             time.sleep(0.5)
             if interrupts:
                 interrupts.clear()
@@ -249,7 +249,7 @@ def reproduce(
     results = sorted(run.results, key=lambda result: result.name)
     write_pages(out, results)
     seconds = time.perf_counter() - run.start
-    summary = ReproductionSummary(out, profile, results, jobs, seconds, run.peak_mb)
+    summary = ReproductionSummary(out, profile, results, jobs, seconds, run.memory.mb)
     cost = summary.cost
     if cost:
         write_json(out / "cost.json", cost)
