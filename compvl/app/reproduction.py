@@ -14,7 +14,7 @@ from typing import Any
 
 from .estimate import TimeLeft, clock, known_seconds
 from .execution import run_notebook
-from .monitor import PeakMemory
+from .monitor import SampledMemory
 from .pages import write_pages
 from .plan import PlannedNotebook, select_notebooks
 from .processes import NotebookProcess, collect_interrupts
@@ -82,7 +82,7 @@ class _Reproduction:
         self.surroundings = surroundings_digest()
         self.known = known_seconds(self.profile)
         self.results = []
-        self.memory = PeakMemory()
+        self.memory = SampledMemory()
         self.start = time.perf_counter()
         to_run = [notebook.name for notebook in self.planned if not self.check(notebook)[1]]
         self.left = TimeLeft(to_run, self.known, self.jobs)
