@@ -125,11 +125,11 @@ def dependent_panels(table: pd.DataFrame):
     `table` has columns pairs, width, features, block, value, lo, hi."""
     groups = list(table.groupby(["pairs", "features"], sort=False))
     with style():
-        fig, axes = subplots(1, len(groups), figsize=(11, 2.9), sharey=True, layout="constrained")
+        fig, axes = subplots(1, len(groups), figsize=(11, 3.1), sharey=True, layout="constrained")
         for ax, ((pairs, features), part) in zip(axes, groups, strict=True):
             _draw_panel(ax, part)
             data = "new pairs in every step" if pairs == "new" else f"{int(pairs):,} pairs"
-            ax.set(title=f"{features} features, {data}", xlabel="numbers in a feature")
+            ax.set(title=f"{features} features,\n{data}", xlabel="numbers in a feature")
         axes[0].set_ylabel("R² on new samples")
         fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
     return fig

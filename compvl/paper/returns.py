@@ -111,10 +111,12 @@ def gain_curves(
     beside = [key for key in beside if key not in path]
     xs = [*range(len(path)), *(len(path) - 0.3 + j for j in range(len(beside)))]
     place = dict(zip([*path, *beside], xs, strict=True))
-    names = [short(ROWS[key].label).removeprefix("HN, k = ") for key in beside]
-    names = [*map(str, range(len(path))), *names]
+    names = list(map(str, range(len(path))))
+    for key in beside:
+        name = short(ROWS[key].label).removeprefix("HN, k = ")
+        names.append(name.replace(", ", "\n").replace("no ADD", "no\nADD"))  # one below another
     lines = -(-len(columns) // _WIDTH)
-    size = (2.6 * _WIDTH, 2.3 * lines + 0.3)
+    size = (2.8 * _WIDTH, 2.5 * lines + 0.3)
     options = dict(layout="constrained", squeeze=False, sharex=True)
     with style():
         figure, axes = subplots(lines, _WIDTH, figsize=size, **options)
@@ -122,7 +124,7 @@ def gain_curves(
             ax.axis("off")
         for ax, column in zip(axes.flat, columns, strict=False):
             _draw_gain(ax, column, _changes(res, path[0], place, column), place, path)
-            ax.set_xticks(xs, names, fontsize=8.5)
+            ax.set_xticks(xs, names, fontsize=8)
             ax.tick_params(labelbottom=True)
             ax.set_xlim(-0.4, xs[-1] + 0.5)
         for ax in axes[:, 0]:
