@@ -107,6 +107,11 @@ def _range(values, unit: str) -> str:
     return lo if lo == hi else f"{lo} to {hi}"
 
 
+def _texts(test, unit: str) -> tuple[str, str, str]:
+    """The difference of a test and the ends of its interval."""
+    return tuple(difference_text(value, unit) for value in (test.difference, test.lo, test.hi))
+
+
 def measured_text(tests: pd.DataFrame, unit: str = "points") -> str:
     """The difference with its interval; of several tests, the smallest and largest difference.
 
@@ -115,8 +120,7 @@ def measured_text(tests: pd.DataFrame, unit: str = "points") -> str:
         return "–"
     if len(tests) > 1:
         return _range(tests.difference, unit)
-    (test,) = tests.itertuples()
-    difference, lo, hi = (difference_text(v, unit) for v in (test.difference, test.lo, test.hi))
+    difference, lo, hi = _texts(tests.iloc[0], unit)
     return f"{difference} [{lo}, {hi}]"
 
 
@@ -128,8 +132,7 @@ def published_text(tests: pd.DataFrame, unit: str = "points") -> str:
 
 def _one_test(tests: pd.DataFrame, unit: str, published: str) -> str:
     """The figures of a statement with one test."""
-    (test,) = tests.itertuples()
-    difference, lo, hi = (difference_text(v, unit) for v in (test.difference, test.lo, test.hi))
+    difference, lo, hi = _texts(tests.iloc[0], unit)
     published = f", {published}" if published else ""
     return f"{difference} {unit} [{lo}, {hi}]{published}."
 
