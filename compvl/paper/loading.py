@@ -8,6 +8,7 @@ __all__ = ['TRIPLET_BENCHMARKS', 'STANDARD', 'CAE_BENCHMARKS', 'load']
 # %% ../../nbs/lib/paper/10a_loading.ipynb #0cee1a92
 import itertools
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ..benchmarks.items import Benchmark
 from ..benchmarks.loading import expand, load_benchmark
@@ -68,6 +69,12 @@ def _missing_averages(found: Iterable[Benchmark], missing: dict[str, str]) -> di
     return why
 
 
+@lru_cache(maxsize=128)
+def _from_microworld(name: str, n: int | None, split: str | None) -> Benchmark:
+    """A benchmark of the microworld, drawn once in a process: some take seconds."""
+    return load_benchmark(name, n=n, split=split)
+
+
 def load(
     names: Iterable[str],  # benchmarks; a name of a group is one for each member
     profile: Profile,
@@ -75,14 +82,19 @@ def load(
 ) -> tuple[list[Benchmark], dict[str, str]]:
     """Benchmarks of a profile, and what is missing of those whose files are not there.
 
-    What is missing is also listed under the name of each average that it belongs to.
+    What is missing is also listed under the name of each average that it belongs to. Calls for the
+    same benchmark of the microworld share it: change a copy.
     """
     found = []
     missing = {}
     for name in expand(names, profile.root is None):
         n = _number_of_items(name, profile)
         try:
-            found.append(load_benchmark(name, profile.root, n=n, split=split))
+            if profile.root is None:
+                benchmark = _from_microworld(name, n, split)
+            else:
+                benchmark = load_benchmark(name, profile.root, n=n, split=split)
+            found.append(benchmark)
         except CompvlError as error:
             missing[name] = str(error)
     return found, missing | _missing_averages(found, missing)
