@@ -377,7 +377,8 @@ def calibrated_negative_loss(
     """Mean over i of Σ_k y_k (1 − p_k)^γ (−log p_k), p = softmax [s I_i·T_i, s I_i·N_i1, …].
 
     y is 1 − smoothing for the caption, and the rest spread over caption and hard negatives. With
-    γ = 0 and no smoothing, it is `hard_negative_loss`. Rows without a hard negative are left out.
+    γ = 0 and no smoothing, it is `hard_negative_loss`. Hard negatives that are not there count as
+    none (the released code gives them the logit 0), and rows without any are left out.
     Returns this process's share of the global batch's loss. Source: Oh et al. 2024 (FSC-CLIP), its
     global loss; `_focal_loss_with_nsr` in `src/training/losses/loss.py` of ytaek-oh/fsc-clip."""
     with torch.autocast(images.device.type, enabled=False):

@@ -150,22 +150,26 @@ def _several_tests(tests: pd.DataFrame, unit: str, published: str) -> str:
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #7aba8cf0
 def items_needed(tests: pd.DataFrame) -> pd.Series:
-    """Number of items at which each test would be decided.
+    """Number of items at which each test would be decided, by its published difference.
 
-    With a published difference: where its half no longer fits into an interval beside zero. Without
-    one: where an interval around the measured difference no longer contains zero. NaN where the
-    measured difference is zero."""
+    That is where half of this difference no longer fits into an interval beside zero. NaN where no
+    difference is published: it depends on the size that one looks for."""
     width = tests.hi - tests.lo
-    wanted = (tests.published.abs() / 2).fillna(2 * tests.difference.abs())
+    wanted = tests.published.abs() / 2
     return tests.n * (width / wanted.replace(0, np.nan)) ** 2
 
 
-def _needed_text(tests: pd.DataFrame) -> str:
-    """How many items would decide the tests that are too wide; '' where that is not known."""
+def _needed_text(tests: pd.DataFrame, rule: str) -> str:
+    """How many items would decide a statement that is too wide to say."""
     undecided = tests[tests.verdict == TOO_WIDE]
-    needed = items_needed(undecided).dropna()
-    if needed.empty:
-        return ""
+    needed = items_needed(undecided).sort_values()  # unknown numbers come last
+    to_decide = len(undecided)
+    if rule == "most":
+        decided = len(tests) - len(undecided)
+        to_decide = len(tests) // 2 + 1 - decided
+    needed = needed.iloc[:to_decide]
+    if needed.isna().any():
+        return "No size is published, on which the number of items depends that would decide it."
     return f"About {needed.max():,.0f} items would decide it, instead of {undecided.n.max():,.0f}."
 
 
@@ -191,7 +195,7 @@ def evaluation_text(
     if run:
         parts.append(f"Some tests have no data: {run}.")
     if found.verdict == TOO_WIDE:
-        parts.append(_needed_text(tests))
+        parts.append(_needed_text(tests, statement.rule))
     in_microworld = PROFILES[profile].data == "microworld"
     if in_microworld and found.verdict in (TOO_WIDE, NO_EFFECT, OPPOSITE):
         parts.append(statement.why)

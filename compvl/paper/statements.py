@@ -88,6 +88,8 @@ class Contrast:
     sign: int = 0  # the direction that is claimed; 0: that of the published value
     scale: float = 1.0  # of all values: 100 for hundredths of a cosine
     seeds: int | None = None  # where they are not those of the results: CLIP is one model
+    # (row, another row): the published cells of the other one stand for those of the first
+    stand_in: tuple[str, str] | None = None
 
     @property
     def stem(self) -> str:
@@ -104,6 +106,8 @@ class Contrast:
         labels = {row.key: row.label for row in rows}
         total = 0.0
         for weight, (key, *place) in self.terms:
+            if self.stand_in and key == self.stand_in[0]:
+                key = self.stand_in[1]
             cell = (labels.get(key), keys.get(tuple(place)))
             total += weight * cells.get(cell, np.nan)
         return self.scale * total

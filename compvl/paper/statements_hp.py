@@ -36,6 +36,9 @@ _AUGMENTED = _columns("aug_acc")
 _BRITTLENESS = _columns("brittleness")
 _ON_BOTH = ("replace", "swap")
 
+# CLIP-COCO is not in the paper's tables of brittleness: CLIP stands in for it
+_CONTROL = ("clip-coco", "clip")
+
 
 def _change(b: str, a: str, column: Column, results: str = _TABLE1, **options) -> Contrast:
     """The change of a figure from the row `a` to the row `b`."""
@@ -281,7 +284,7 @@ _SECTION_5 = [
         "Table 1, with the control of Table 10",
         "HN has a higher original accuracy than CLIP-COCO",
         "HN over CLIP-COCO: original accuracy",
-        tuple(_change("hn", "clip-coco", _ORIGINAL[on], sign=1) for on in _ON_BOTH),
+        tuple(_change("hn", "clip-coco", _ORIGINAL[on], stand_in=_CONTROL) for on in _ON_BOTH),
     ),
     Statement(
         "HP18",
@@ -439,16 +442,24 @@ _SECTION_5_3 = [
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #78f39768
 _RELATIONS = {column.metric: column for column in SPLIT[:3]}
 _ATTRIBUTES = {column.metric: column for column in SPLIT[3:6]}
+_FIGURES = (  # metric, in words, and its sign where a model is worse
+    ("orig_acc", "original accuracy", -1),
+    ("aug_acc", "augmented accuracy", -1),
+    ("brittleness", "brittleness", 1),
+)
 
 
-def _relations_harder(keys: tuple[str, ...], name: str) -> Contrast:
-    """Original accuracy on relations minus that on attributes, mean over rows."""
-    metric = "orig_acc"
-    terms = (
-        *mean_of(keys, [_RELATIONS[metric]]),
-        *mean_of(keys, [_ATTRIBUTES[metric]], -1.0),
-    )
-    return Contrast(_TABLE1, f"{name}: relations − attributes, original accuracy", terms, sign=-1)
+def _relations_harder(keys: tuple[str, ...], name: str) -> list[Contrast]:
+    """Each figure on relations minus that on attributes, mean over rows."""
+    tests = []
+    for metric, words, sign in _FIGURES:
+        terms = (
+            *mean_of(keys, [_RELATIONS[metric]]),
+            *mean_of(keys, [_ATTRIBUTES[metric]], -1.0),
+        )
+        test = f"{name}: relations − attributes, {words}"
+        tests.append(Contrast(_TABLE1, test, terms, sign=sign))
+    return tests
 
 
 def _loss_on_attributes(keys: tuple[str, ...], weight: float) -> tuple:
@@ -469,12 +480,12 @@ _APPENDIX_B = [
         "HP36",
         "Appendix B, Table 7",
         "Models are worse on relations than on attributes: CLIP, the models of other groups on "
-        "average, and HP+HN",
+        "average, and HP+HN (here: in each of the three figures of Table 7)",
         "relations harder than attributes",
         (
-            _relations_harder(("clip",), "CLIP"),
-            _relations_harder(_OTHERS, "mean of seven models"),
-            _relations_harder(("hp+hn",), "HP+HN"),
+            *_relations_harder(("clip",), "CLIP"),
+            *_relations_harder(_OTHERS, "mean of seven models"),
+            *_relations_harder(("hp+hn",), "HP+HN"),
         ),
     ),
     Statement(
@@ -615,13 +626,24 @@ _APPENDIX_E = [
 ]
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #1167e1ac
-_CONTROL = ("clip-coco",)
 _THAN_CONTROL = "against the control of Table 10"
 
 
-def _against_control(column: Column, test: str, keys: tuple[str, ...], sign: int) -> Contrast:
+def _against_control(column: Column, test: str, keys: tuple[str, ...], **options) -> Contrast:
     """The mean of a figure over rows, minus that of CLIP-COCO."""
-    return _mean_change(column, f"{test} − CLIP-COCO", keys, _CONTROL, paper="", sign=sign)
+    test = f"{test} − CLIP-COCO"
+    return _mean_change(column, test, keys, _CONTROL[:1], stand_in=_CONTROL, **options)
+
+
+def _larger_loss(keys: tuple[str, ...], name: str, on: str) -> Contrast:
+    """The mean loss of rows by hard positives, minus that of CLIP-COCO."""
+    return Contrast(
+        _TABLE1,
+        f"loss by hard positives, {name} − CLIP-COCO, {on.upper()}",
+        (*_loss(keys, on), *_loss(_CONTROL[:1], on, -1.0)),
+        paper="hard_positives_table1",
+        stand_in=_CONTROL,
+    )
 
 
 _CONTROLLED = [
@@ -631,24 +653,14 @@ _CONTROLLED = [
         "Finetuned on hard negatives, models lose more by hard positives than CLIP-COCO does, on "
         "average over the seven models (HP3)",
         "hard negatives: larger loss, control",
-        tuple(
-            Contrast(
-                _TABLE1,
-                f"loss by hard positives, mean of seven models − CLIP-COCO, {on.upper()}",
-                (*_loss(_OTHERS, on), *_loss(_CONTROL, on, -1.0)),
-                sign=1,
-            )
-            for on in _ON_BOTH
-        ),
+        tuple(_larger_loss(_OTHERS, "mean of seven models", on) for on in _ON_BOTH),
     ),
     Statement(
         "HP50",
         f"Table 1, {_THAN_CONTROL}",
         "They have a higher original accuracy than CLIP-COCO, on average (HP4)",
         "hard negatives: original accuracy, control",
-        tuple(
-            _against_control(_ORIGINAL[on], "mean of seven models", _OTHERS, 1) for on in _ON_BOTH
-        ),
+        tuple(_against_control(_ORIGINAL[on], "mean of seven models", _OTHERS) for on in _ON_BOTH),
     ),
     Statement(
         "HP51",
@@ -656,8 +668,7 @@ _CONTROLLED = [
         "They are more brittle than CLIP-COCO, on average (HP5)",
         "hard negatives: brittleness, control",
         tuple(
-            _against_control(_BRITTLENESS[on], "mean of seven models", _OTHERS, 1)
-            for on in _ON_BOTH
+            _against_control(_BRITTLENESS[on], "mean of seven models", _OTHERS) for on in _ON_BOTH
         ),
     ),
     Statement(
@@ -665,21 +676,85 @@ _CONTROLLED = [
         f"Section 4.2, {_THAN_CONTROL}",
         "Models with hard negatives by replacing are more brittle on SWAP than CLIP-COCO (HP8)",
         "oversensitivity transfers, control",
-        (_against_control(_BRITTLENESS["swap"], "by replacing", _BY_REPLACE, 1),),
+        (_against_control(_BRITTLENESS["swap"], "by replacing", _BY_REPLACE),),
     ),
     Statement(
         "HP53",
         f"Table 1, {_THAN_CONTROL}",
         "HN is more brittle than CLIP-COCO on SWAP (HP19)",
         "HN more brittle on SWAP, control",
-        (_change("hn", "clip-coco", _BRITTLENESS["swap"], sign=1),),
+        (_change("hn", "clip-coco", _BRITTLENESS["swap"], stand_in=_CONTROL),),
     ),
     Statement(
         "HP54",
         f"Table 1, {_THAN_CONTROL}",
         "HP+HN improves on CLIP-COCO in augmented accuracy (HP24)",
         "HP+HN over CLIP-COCO",
-        tuple(_change("hp+hn", "clip-coco", _AUGMENTED[on], sign=1) for on in _ON_BOTH),
+        tuple(_change("hp+hn", "clip-coco", _AUGMENTED[on], stand_in=_CONTROL) for on in _ON_BOTH),
+    ),
+    Statement(
+        "HP66",
+        f"Table 1, {_THAN_CONTROL}",
+        "HN is a little less brittle than CLIP-COCO on REPLACE (HP18)",
+        "HN less brittle on REPLACE, control",
+        (_change("hn", "clip-coco", _BRITTLENESS["replace"], stand_in=_CONTROL),),
+        why=_RARE_WORDS,
+    ),
+    Statement(
+        "HP67",
+        f"Table 1, {_THAN_CONTROL}",
+        "HP+HN is less brittle than CLIP-COCO on REPLACE (HP25)",
+        "HP+HN less brittle, control",
+        (_change("hp+hn", "clip-coco", _BRITTLENESS["replace"], stand_in=_CONTROL),),
+    ),
+    Statement(
+        "HP68",
+        f"Section 4.2, {_THAN_CONTROL}",
+        "Models with hard negatives by swapping are less brittle on REPLACE than CLIP-COCO (HP9)",
+        "swaps: less brittle on REPLACE, control",
+        (_against_control(_BRITTLENESS["replace"], "by swapping", _BY_SWAP),),
+    ),
+    Statement(
+        "HP69",
+        f"Table 9, {_THAN_CONTROL}",
+        "Hard negatives lower the score of the caption below CLIP-COCO's, on average over the "
+        "seven models (HP11)",
+        "hard negatives lower s(c), control",
+        tuple(
+            _against_control(
+                column,
+                "mean of seven",
+                _OTHERS,
+                paper="hard_positives_table9",
+                scale=100.0,
+            )
+            for column in ORIGINAL_SCORE
+        ),
+        unit="hundredths",
+    ),
+    Statement(
+        "HP70",
+        f"Section 4.2, {_THAN_CONTROL}",
+        "DAC-LLM loses more by hard positives on REPLACE than CLIP-COCO does (HP56)",
+        "DAC-LLM loses more, control",
+        (_larger_loss(("dac-llm",), "DAC-LLM", "replace"),),
+    ),
+    Statement(
+        "HP71",
+        f"Section 5.4, {_THAN_CONTROL}",
+        "DAC-LLM lowers the scores of all three texts on REPLACE below CLIP-COCO's (HP13, HP58)",
+        "DAC-LLM lowers all scores, control",
+        tuple(
+            _against_control(
+                column,
+                "DAC-LLM",
+                ("dac-llm",),
+                paper="hard_positives_table2",
+                scale=100.0,
+            )
+            for column in MEAN_SCORES
+        ),
+        unit="hundredths",
     ),
 ]
 
@@ -706,10 +781,36 @@ def _below_the_caption(key: str) -> tuple:
     )
 
 
-def _other_kind(keys: tuple[str, ...], place: tuple[str, str, str], test: str) -> Contrast:
-    """The mean score of hard positives: of rows minus CLIP, in hundredths."""
-    terms = (*mean_of(keys, [place]), *mean_of(("clip",), [place], -1.0))
-    return Contrast(_TABLE1, f"{test} − CLIP, s(c_p)", terms, sign=-1, scale=100.0)
+def _other_kind(
+    keys: tuple[str, ...], place: tuple[str, str, str], test: str, than: str = "clip"
+) -> Contrast:
+    """The mean score of hard positives: of rows minus that of another row, in hundredths."""
+    terms = (*mean_of(keys, [place]), *mean_of((than,), [place], -1.0))
+    test = f"{test} − {_LABELS[than]}, s(c_p)"
+    return Contrast(_TABLE1, test, terms, sign=-1, scale=100.0)
+
+
+def _further_below(key: str, than: str, **options) -> Contrast:
+    """How far the hard positive is below the caption, on REPLACE: of one row minus another."""
+    terms = (
+        *_below_the_caption(key),
+        *((-weight, figure) for weight, figure in _below_the_caption(than)),
+    )
+    test = f"s(c_p) − s(c), {_LABELS[key]} − {_LABELS[than]}, REPLACE"
+    options = {"paper": "hard_positives_table2", "scale": 100.0} | options
+    return Contrast(_TABLE1, test, terms, **options)
+
+
+def _retained(on: str) -> Contrast:
+    """The gain of HP+HN in original accuracy over CLIP, minus half of HN's."""
+    column = [_ORIGINAL[on]]
+    terms = (
+        *mean_of(("hp+hn",), column),
+        *mean_of(("hn",), column, -0.5),
+        *mean_of(("clip",), column, -0.5),
+    )
+    test = f"gain of HP+HN over CLIP − half of HN's, original accuracy {on.upper()}"
+    return Contrast(_TABLE1, test, terms, sign=1)
 
 
 _MORE = [
@@ -769,18 +870,7 @@ _MORE = [
         "Sections 4.3 and 5.2",
         "DAC-LLM puts the hard positive further below the caption than CLIP does",
         "DAC-LLM: hard positive below caption",
-        (
-            Contrast(
-                _TABLE1,
-                "s(c_p) − s(c), DAC-LLM − CLIP, REPLACE",
-                (
-                    *_below_the_caption("dac-llm"),
-                    *((-weight, figure) for weight, figure in _below_the_caption("clip")),
-                ),
-                paper="hard_positives_table2",
-                scale=100.0,
-            ),
-        ),
+        (_further_below("dac-llm", "clip"),),
         unit="hundredths",
     ),
     Statement(
@@ -849,6 +939,53 @@ _MORE = [
         "HP+HN costs classification",
         _standard("hp+hn", "clip", _CLASSIFICATION),
         why="Finetuning on captions alone costs none here.",
+    ),
+    Statement(
+        "HP72",
+        f"Sections 4.3 and 5.2, {_THAN_CONTROL}",
+        "DAC-LLM puts the hard positive further below the caption than CLIP-COCO does (HP59)",
+        "DAC-LLM: hard positive below, control",
+        (_further_below("dac-llm", "clip-coco", stand_in=_CONTROL),),
+        unit="hundredths",
+    ),
+    Statement(
+        "HP73",
+        f"Section 4.3, {_THAN_CONTROL}",
+        "Models with hard negatives of one kind lower the scores of hard positives of the other "
+        "kind below CLIP-COCO's (HP60)",
+        "lower scores of the other kind, control",
+        (
+            _other_kind(_BY_SWAP, MEAN_SCORES[2].figure, "by swapping, REPLACE", "clip-coco"),
+            _other_kind(_BY_REPLACE, ("swap", "all", "mean_p"), "by replacing, SWAP", "clip-coco"),
+        ),
+        unit="hundredths",
+    ),
+    Statement(
+        "HP74",
+        "Section 1",
+        "HP+HN retains most of what HN gains on existing benchmarks (here: more than half of its "
+        "gain in original accuracy)",
+        "HP+HN retains most of HN's gain",
+        tuple(_retained(on) for on in _ON_BOTH),
+    ),
+    Statement(
+        "HP75",
+        "Appendix D.2",
+        "CREPE-Swap raises the score of the hard negative above CLIP's",
+        "CREPE-Swap raises s(c_n)",
+        (
+            _change("crepe-swap", "clip", MEAN_SCORES[1], paper="", sign=1, scale=100.0),
+            differs(
+                _TABLE1,
+                "crepe-swap",
+                "clip",
+                ("swap", "all", "mean_n"),
+                "CREPE-Swap − CLIP, SWAP s(c_n)",
+                sign=1,
+                scale=100.0,
+            ),
+        ),
+        unit="hundredths",
     ),
 ]
 HP = [

@@ -61,7 +61,7 @@ register_method("sds-clip", "sds")  # LayerNorms only; Basu et al. 2024
 register_method("cae", "attr")  # composition attribution enhancement; Li et al. 2024
 register_method("cae+hn", "hn", "attr")
 register_method("hn+hp-image", "hn", "hp_image")
-register_method("hn+hp-text", "hn", "hp_text")  # as READ-CLIP aligns paraphrases
+register_method("hn+hp-text", "hn", "hp_text")  # READ-CLIP has paraphrases in the rows
 register_method("hn+hp-distance", "hn", "hp_distance")  # as CLIC does; Peleg et al. 2025
 register_method("fsc-clip", "hn_calibrated")  # Oh et al. 2024, its global loss
 register_method("ce-clip", "imc", "cmr", negatives_in_batch=True)  # Zhang et al. 2024

@@ -25,6 +25,8 @@ RECIPES: dict[str, dict] = {}  # name -> fields of `TrainConfig`
 # All weights are trained: the released checkpoints load as plain models, those of SVLC and DAC with
 # lora=4 (amitakamath/hard_positives, model_zoo/__init__.py).
 # Not stated: batch, rate, warm-up and decay. They are the defaults of SVLC's code, 128 a GPU.
+# The contrastive loss is "as in CLIP" (Appendix D.1), without hard negatives in its denominators.
+# No training command was released that would confirm it.
 # Its warm-up is longer than the run; `TrainConfig` cuts it to half the run.
 RECIPES["hp"] = dict(
     method="hp+hn",
@@ -57,9 +59,11 @@ RECIPES["negclip"] = dict(
 # %% ../../nbs/lib/train/03_recipes.ipynb #97560d2f
 # SivanDoveh/TSVLC: README (--lora 4 --pretrained openai) and the defaults of
 # src/training/params.py, 128 a GPU on four (issue 8); alpha 1 by
-# src/open_clip/loralib/layers.py. On CC3M.
+# src/open_clip/loralib/layers.py. On CC3M. Its commands leave out --no_neg_in_contrastive, so that
+# hard negatives are in the denominators of the contrastive loss as well.
 RECIPES["svlc"] = dict(
     method="hn",
+    negatives_in_batch=True,
     **START,
     data="webdataset",
     epochs=5,
@@ -73,9 +77,11 @@ RECIPES["svlc"] = dict(
 
 # %% ../../nbs/lib/train/03_recipes.ipynb #bcba37e1
 # SivanDoveh/DAC: README (--epochs 5 --lora 4 --batch-size 32), six GPUs (src/runme_cc3m.py), and
-# the defaults of src/training/params.py. On CC3M with bags of captions.
+# the defaults of src/training/params.py. On CC3M with bags of captions. Hard negatives are in the
+# denominators, as in SVLC's; those of the bags, which its code has there too, are not in ours.
 RECIPES["dac"] = dict(
     method="dac",
+    negatives_in_batch=True,
     **START,
     data="webdataset",
     epochs=5,
