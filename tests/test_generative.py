@@ -214,6 +214,7 @@ def test_an_answer_of_several_tokens_is_their_geometric_mean(llava):
     scores = {}
     for answer in ("Yes", "Yes fish"):
         scorer = VQAScorer(found.model, processor, "tiny", answer=answer)
+        assert scorer.match_threshold == 0.5  # of a probability
         scores[answer] = scorer.score(IMAGES[:1], CAPTIONS[:1])[0]
     content = [{"type": "image"}, {"type": "text", "text": found.question.format(CAPTIONS[0])}]
     prompt = processor.apply_chat_template(

@@ -262,10 +262,21 @@ def load_benchmark(
 
 
 def load_benchmarks(
-    names: str | Iterable[str], root: str | Path | None = None, **options
+    names: str | Iterable[str],
+    root: str | Path | None = None,
+    source: str | None = None,  # of the benchmarks that have it; the others are read as usual
+    **options,  # of `load_benchmark`
 ) -> list[Benchmark]:
-    """`load_benchmark` for several names; of groups, those members that the source has."""
-    return [load_benchmark(name, root, **options) for name in expand(names, root is None)]
+    """`load_benchmark` for several names; of groups, those members that the source has.
+
+    Raises `CompvlError` as it does, and for a source that none of the benchmarks has."""
+    names = expand(names, root is None)
+    has_source = {name: source in REGISTRY[name].sources for name in names}
+    found = []
+    for name in names:
+        is_meant = has_source[name] or not any(has_source.values())
+        found.append(load_benchmark(name, root, source=source if is_meant else None, **options))
+    return found
 
 # %% ../../nbs/lib/benchmarks/13_loading.ipynb #44922ffd
 def _first_line(loader) -> str:

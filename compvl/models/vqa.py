@@ -123,6 +123,11 @@ class VQAScorer:
         return next(self.model.parameters()).device
 
     @property
+    def match_threshold(self) -> float | None:
+        """The probability above which image and caption match; None for log-probabilities."""
+        return 0.5 if self.kind == "vqa" else None
+
+    @property
     def is_per_token(self) -> bool:
         """Whether a log-probability is the mean over tokens, not their sum."""
         return self.kind == "vqa" or self.kind.endswith("-per-token")

@@ -61,8 +61,23 @@ def _side_by_side(df, differences):
     return wide.reset_index()
 
 # %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #ccc189f1
+def _coverage_text(df) -> str:
+    """How many of the items were evaluated, in a sentence."""
+    coverage = df[df.metric == "coverage"]
+    partial = coverage[coverage.value < 100].benchmark.unique()
+    if len(partial):
+        return f"Coverage: in part {', '.join(partial)} (see the rows coverage), all of the others."
+    return "Coverage: every item of every benchmark was evaluated."
+
+
 def _print_figures(df, differences, models: list[str], pretrained: str | None) -> None:
-    """Print the figures of one model, or those of several side by side."""
+    """Print the figures of one model, or those of several side by side, and the coverage."""
+    _print_table_of(df, differences, models, pretrained)
+    print(_coverage_text(df))
+
+
+def _print_table_of(df, differences, models: list[str], pretrained: str | None) -> None:
+    """The table of `_print_figures`."""
     if len(models) == 1:
         columns = ["benchmark", "group", "metric", "value", "lo", "hi", "n"]
         title = ", ".join([*models, pretrained] if pretrained else models)
