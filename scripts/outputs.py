@@ -25,6 +25,9 @@ def execute(path: Path) -> str:
         NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources).execute()
     except CellExecutionError as error:
         return str(error)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":  # progress bars and warnings of libraries are not kept
+            cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
     nbformat.write(notebook, path)
     nbdev_clean(fname=str(path))
     return ""
