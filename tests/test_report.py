@@ -466,9 +466,11 @@ def test_card_and_terminal_say_how_many_of_the_published_items(tmp_path, monkeyp
         cli.main()
     assert not end.value.code
     assert "SugarCrepe (sugarcrepe-swap-obj: 2 of published 245 items)" in card.read_text()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "coverage" in line]
-    assert len(lines) == 1
-    assert {"published", "0.8163", "2"} <= set(lines[0].replace("│", " ").split())
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if "coverage" in line and "│" in line]
+    assert len(rows) == 1
+    assert {"published", "0.8163", "2"} <= set(rows[0].replace("│", " ").split())
+    assert "Coverage: in part sugarcrepe-swap-obj" in printed
 
 
 def test_card_of_a_joint_scorer_without_triplets():
