@@ -246,12 +246,19 @@ def _scale_axis(axes, farthest: float, limit: float) -> None:
     if farthest > limit:
         axes.set_xscale("symlog", linthresh=limit, linscale=2.2)
         end = 1.15 * farthest
-    marks = [v for v in (-100, -30, -20, -10, 0, 10, 20, 30, 100) if abs(v) <= end]
+    marks = [v for v in (-100, -50, -30, -20, -10, 0, 10, 20, 30, 50, 100) if abs(v) <= end]
     names = [difference_text(v).replace(".0", "") if v else "0" for v in marks]
     axes.set_xticks(marks, names)
     axes.minorticks_off()
     axes.set_xlim(-end, end)
     axes.set_xlabel("difference, points of percent or hundredths, with 95 % interval")
+
+
+def _scale_nats(axes, farthest: float) -> None:
+    """A symmetric axis of differences in nats."""
+    end = 1.1 * farthest or 1.0
+    axes.set_xlim(-end, end)
+    axes.set_xlabel("difference, nats, with 95 % interval")
 
 
 def _legend(figure) -> None:
@@ -267,6 +274,30 @@ def _legend(figure) -> None:
     figure.legend(handles=handles, loc="outside upper right", ncols=5, fontsize=8)
 
 # %% ../../nbs/lib/paper/19b_ledger_views.ipynb #90e9b3ff
+def _heights(rows: pd.DataFrame, tests: dict) -> list[float]:
+    """The height of each statement, by its number of tests."""
+    return [max(1.0, 0.17 * len(tests.get(id, ()))) for id in rows.id]
+
+
+def _draw_panel(axes, rows: pd.DataFrame, tests: dict, limit: float) -> None:
+    """Statements whose differences are all in nats, or none of them."""
+    ticks = _draw_statements(axes, rows, tests, _heights(rows, tests))
+    axes.axvline(0, color="#555555", lw=0.8, zorder=1)
+    shown = {id: tests[id] for id in rows.id if id in tests}
+    if (rows.unit == "nats").all():
+        _scale_nats(axes, _farthest(shown, 0.0))
+    else:
+        _scale_axis(axes, _farthest(shown, limit), limit)
+    places, labels, colors = zip(*ticks, strict=True)
+    axes.set_yticks(places, labels, fontsize=8.5)
+    for label, color in zip(axes.get_yticklabels(), colors, strict=True):
+        label.set_color(color)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e4e4e4", lw=0.7)
+    axes.set_axisbelow(True)
+    axes.spines["left"].set_visible(False)
+
+
 def forest(
     ledger: pd.DataFrame,  # as `make_ledger` gives it
     evidence: pd.DataFrame,
@@ -276,25 +307,25 @@ def forest(
     """Forest plot of a paper: the difference of each test, by verdict. Returns the figure.
 
     Behind each test stand the range from half to twice the published difference, and the
-    differences that it could not have detected. Statements without a test are left out.
+    differences that it could not have detected. Differences in nats have a panel of their own.
+    Statements without a test are left out.
     """
     rows = ledger[(ledger.paper == paper) & (ledger.tests + ledger.no_data > 0)]
     known = evidence[(evidence.verdict != "no data") & evidence.id.isin(rows.id)]
     tests = {id: list(found.itertuples()) for id, found in known.groupby("id")}
-    heights = [max(1.0, 0.17 * len(tests.get(id, ()))) for id in rows.id]
+    panels = [rows[rows.unit != "nats"], rows[rows.unit == "nats"]]
+    panels = [panel for panel in panels if len(panel)]
+    heights = [0.29 * sum(_heights(panel, tests)) + 0.6 for panel in panels]
     with style():
-        figure, axes = plt.subplots(figsize=(10, 0.29 * sum(heights) + 1.2), layout="constrained")
-        ticks = _draw_statements(axes, rows, tests, heights)
-        axes.axvline(0, color="#555555", lw=0.8, zorder=1)
-        _scale_axis(axes, _farthest(tests, limit), limit)
-        places, labels, colors = zip(*ticks, strict=True)
-        axes.set_yticks(places, labels, fontsize=8.5)
-        for label, color in zip(axes.get_yticklabels(), colors, strict=True):
-            label.set_color(color)
-        axes.tick_params(axis="y", length=0)
-        axes.set_title(paper)
-        axes.grid(axis="x", color="#e4e4e4", lw=0.7)
-        axes.set_axisbelow(True)
-        axes.spines["left"].set_visible(False)
+        figure, grid = plt.subplots(
+            len(panels),
+            figsize=(10, sum(heights) + 0.6),
+            height_ratios=heights,
+            squeeze=False,
+            layout="constrained",
+        )
+        for axes, panel in zip(grid[:, 0], panels, strict=True):
+            _draw_panel(axes, panel, tests, limit)
+        grid[0, 0].set_title(paper)
         _legend(figure)
     return figure
