@@ -159,15 +159,10 @@ def items_needed(tests: pd.DataFrame) -> pd.Series:
     return tests.n * (width / wanted.replace(0, np.nan)) ** 2
 
 
-def _needed_text(tests: pd.DataFrame, rule: str) -> str:
-    """How many items would decide a statement that is too wide to say."""
+def _needed_text(tests: pd.DataFrame) -> str:
+    """How many items would decide all tests that are too wide: by the rule *most*, fewer may do."""
     undecided = tests[tests.verdict == TOO_WIDE]
-    needed = items_needed(undecided).sort_values()  # unknown numbers come last
-    to_decide = len(undecided)
-    if rule == "most":
-        decided = len(tests) - len(undecided)
-        to_decide = len(tests) // 2 + 1 - decided
-    needed = needed.iloc[:to_decide]
+    needed = items_needed(undecided)
     if needed.isna().any():
         return "No size is published, on which the number of items depends that would decide it."
     return f"About {needed.max():,.0f} items would decide it, instead of {undecided.n.max():,.0f}."
@@ -195,7 +190,7 @@ def evaluation_text(
     if run:
         parts.append(f"Some tests have no data: {run}.")
     if found.verdict == TOO_WIDE:
-        parts.append(_needed_text(tests, statement.rule))
+        parts.append(_needed_text(tests))
     in_microworld = PROFILES[profile].data == "microworld"
     if in_microworld and found.verdict in (TOO_WIDE, NO_EFFECT, OPPOSITE):
         parts.append(statement.why)
