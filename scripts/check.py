@@ -9,9 +9,11 @@
 5. Tables and findings in the outputs of nbs/paper are what the same cells give on data/results
    (see rederive.py).
 6. Numbers in the text of paper notebooks are those of data/results (see quotes.py).
+7. All results of a profile were made at one commit.
 """
 
 import base64
+import json
 import os
 import re
 import shutil
@@ -147,9 +149,23 @@ def readme() -> list[str]:
     return problems
 
 
+def one_commit() -> list[str]:
+    """Problems of the results' records: a profile with results of several commits."""
+    problems = []
+    for base in sorted((ROOT / "data/results").glob("*/00_base.json")):
+        commits = {}
+        for path in sorted(base.parent.glob("[0-9]*.json")):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            commits.setdefault(record["environment"]["commit"][:8], []).append(path.stem)
+        if len(commits) > 1:
+            made = "; ".join(f"{commit}: {', '.join(names)}" for commit, names in commits.items())
+            problems.append(f"{short(base.parent)} has results of several commits: {made}")
+    return problems
+
+
 def main():
     """Run all checks. Problems go to stderr, and the exit status is 1 if there are any."""
-    problems = [*exported_and_clean(), *valid_notebooks(), *readme()]
+    problems = [*exported_and_clean(), *valid_notebooks(), *readme(), *one_commit()]
     different, made, left = rederive()
     problems += [*different, *quote_problems()]
     for problem in problems:

@@ -1,12 +1,13 @@
 """Make the pieces of a profile with many seeds.
 
     python scripts/pieces.py [--profile micro-full] [--processes 2] [--minutes 120]
-        [--rows vit-b-16 rn50] [--folder data/results/micro-full/pieces]
+        [--rows vit-b-16 rn50] [--folder data/results/micro-full/pieces] [--cost]
 
 A piece is a row of the papers' tables with one seed: trained, and scored on every benchmark that
 the notebooks show it on. Finished pieces are kept, so the command goes on where it was stopped.
 Notebooks that run with COMPVL_PIECES=<folder> take the pieces in place of training. Seeds come
-first: after the first round every row has one, after the second two.
+first: after the first round every row has one, after the second two. --cost makes nothing: it
+prints how many of the runs are there, how long their training took, and what is left.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import time
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+
+import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,6 +85,25 @@ def plan(profile):
             if run_config(row, profile, seed):
                 pieces.append((row, seed, names))
     return sorted(pieces, key=lambda piece: piece[1])
+
+
+def training_hours(metrics, batch_size: int) -> float:
+    """Hours that a run's steps took, by its metrics: the rate was logged with each step."""
+    steps = metrics.dropna(subset="samples_per_s")
+    step_seconds = batch_size / steps.samples_per_s
+    return step_seconds.mean() * metrics.step.max() / 3600
+
+
+def cost(folder: Path, n_runs: int, batch_size: int) -> str:
+    """How many of `n_runs` training runs are in the folder, what they took, and what is left."""
+    files = sorted(folder.glob("*-*.csv.gz"))  # metrics; names of scores have no hyphen
+    hours = [training_hours(pd.read_csv(file), batch_size) for file in files]
+    lines = [f"{len(hours)} of {n_runs} training runs are there"]
+    if hours:
+        spent = sum(hours)
+        left = spent / len(hours) * (n_runs - len(hours))
+        lines.append(f"training: {spent:.1f} hours of one core so far, about {left:.0f} to come")
+    return "\n".join(lines)
 
 
 def make_piece(name, row, seed, by_split):
@@ -171,6 +193,7 @@ def parse_arguments():
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--rows", nargs="+", help="keys of rows: these alone")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--cost", action="store_true", help="what was trained, and what is left")
     return parser, parser.parse_args()
 
 
@@ -184,13 +207,17 @@ def main():
     os.environ["COMPVL_PIECES"] = str(folder.absolute())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // options.processes)))
 
-    todo = plan(get_profile(options.profile))
+    profile = get_profile(options.profile)
+    todo = plan(profile)
     known = dict.fromkeys(row.key for row, _, _ in todo)
     unknown = sorted(set(options.rows or ()) - set(known))
     if unknown:
         parser.error(f"no rows with pieces: {', '.join(unknown)}; known are {', '.join(known)}")
     if options.rows:
         todo = [piece for piece in todo if piece[0].key in options.rows]
+    if options.cost:
+        print(cost(folder, len(todo), profile.batch_size))
+        return
 
     workers = Workers(options.profile, todo, options.processes, options.minutes)
     left = workers.run()
