@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REPRODUCED', 'SMALLER', 'LARGER', 'TOO_WIDE', 'NO_EFFECT', 'OPPOSITE', 'EFFECT_VERDICTS', 'Interval',
            'resampled_means', 'bootstrap', 'smaller_mean', 'PairedInterval', 'resampled_difference', 'paired_bootstrap',
-           'Correlation', 'seed_shares', 'seed_bootstrap', 'verdict', 'equality_verdict', 'detectable']
+           'Correlation', 'resampled_seeds', 'seed_bootstrap', 'verdict', 'equality_verdict', 'detectable']
 
 # %% ../nbs/lib/02_stats.ipynb #52aae6be
 import math
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy.special import ndtri, stdtrit
 
 from .core import CompvlError, pick
 
@@ -269,18 +270,44 @@ def _draws(n: int, n_boot: int, seed: int) -> np.ndarray:
     return np.stack(counts).astype(np.float32)
 
 # %% ../nbs/lib/02_stats.ipynb #e7fc8d7d
-def seed_shares(n_seeds: int, n_boot: int, rng: np.random.Generator) -> np.ndarray:
+def _seed_weights(n_seeds: int, n_boot: int, rng: np.random.Generator) -> np.ndarray:
     """Weights of seeds in resampled means, float64 [n_boot, n_seeds]; each row adds up to 1.
 
-    The variance of a bootstrap over n values is (n − 1)/n of that of their mean, which matters for
-    three seeds (the narrowness bias; Hesterberg 2015, *What Teachers Should Know about the
-    Bootstrap*). So the deviations from equal weights are scaled by √(n/(n − 1)), and some weights
-    are negative."""
-    equal = 1 / n_seeds
-    shares = rng.multinomial(n_seeds, [equal] * n_seeds, n_boot) / n_seeds
+    Means with these weights are normal around the mean of the seeds, with its standard error."""
+    equal = np.full((n_boot, n_seeds), 1 / n_seeds)
     if n_seeds == 1:
-        return shares
-    return equal + math.sqrt(n_seeds / (n_seeds - 1)) * (shares - equal)
+        return equal
+    normal = rng.normal(size=(n_boot, n_seeds))
+    normal -= normal.mean(1, keepdims=True)
+    return equal + normal / math.sqrt(n_seeds * (n_seeds - 1))
+
+
+def _widened(value: float, boot: np.ndarray, of_seeds: np.ndarray) -> np.ndarray:
+    """Resampled values [n_boot], spread as Student's t, of a figure with the values [n] of n seeds.
+
+    A standard error that comes from few seeds is itself uncertain: its interval is ±4.3 standard
+    errors with three seeds, not ±1.96. The degrees of freedom are Satterthwaite's (1946, *An
+    Approximate Distribution of Estimates of Variance Components*): n − 1 where all variance is
+    between seeds, and ever more the larger the part that comes from items."""
+    between_seeds = of_seeds.var(ddof=1) / len(of_seeds) if len(of_seeds) > 1 else 0.0
+    variance = max(boot.var(), between_seeds)
+    if between_seeds <= 1e-12 * variance:
+        return boot
+    freedom = (len(of_seeds) - 1) * (variance / between_seeds) ** 2
+    return value + stdtrit(freedom, 0.975) / ndtri(0.975) * (boot - value)
+
+
+def resampled_seeds(
+    of_seeds: Sequence[float],  # a figure of each seed, [seeds]
+    boot: np.ndarray,  # its resampled values over items, [n_boot, seeds]
+    seed: int = 0,
+) -> tuple[float, np.ndarray]:
+    """The mean over seeds, and its resampled values over items and seeds, float64 [n_boot]."""
+    of_seeds = np.asarray(of_seeds, dtype=float)
+    n_boot, n_seeds = boot.shape
+    value = float(of_seeds.mean())
+    weights = _seed_weights(n_seeds, n_boot, np.random.default_rng(seed))
+    return value, _widened(value, (weights * boot).sum(1), of_seeds)
 
 
 def seed_bootstrap(
@@ -291,24 +318,23 @@ def seed_bootstrap(
 ) -> tuple[float, np.ndarray]:
     """Weighted sum of the parts' means, and its resampled values, float64 [n_boot].
 
-    Items are resampled within a part, seeds together over all parts. Raises CompvlError where parts
-    have different numbers of seeds.
+    Items are resampled within a part, seeds are weighted alike in all parts. Raises CompvlError
+    where parts have different numbers of seeds.
     """
     parts = [np.atleast_2d(np.asarray(part, dtype=np.float64)) for part in parts]
     weights = weights or [1 / len(parts)] * len(parts)
     n_seeds = max(len(part) for part in parts)
-    seeds = seed_shares(n_seeds, n_boot, np.random.default_rng(seed))
-    boot = np.zeros(n_boot)
+    of_seeds = np.zeros(n_seeds)
+    boot = np.zeros((n_boot, n_seeds))
     for k, (weight, part) in enumerate(zip(weights, parts, strict=True)):
         if len(part) not in (1, n_seeds):
             raise CompvlError(
                 f"{len(part)} seeds stand beside {n_seeds}: train the same seeds for both rows, "
                 "or one."
             )
-        means = _draws(part.shape[1], n_boot, seed + k) @ part.T / part.shape[1]
-        boot += weight * ((seeds * means).sum(1) if len(part) > 1 else means[:, 0])
-    value = sum(weight * part.mean() for weight, part in zip(weights, parts, strict=True))
-    return float(value), boot
+        of_seeds += weight * part.mean(1)
+        boot += weight * (_draws(part.shape[1], n_boot, seed + k) @ part.T / part.shape[1])
+    return resampled_seeds(of_seeds, boot, seed)
 
 # %% ../nbs/lib/02_stats.ipynb #63fcf150
 REPRODUCED = "reproduced"

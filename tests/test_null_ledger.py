@@ -63,6 +63,7 @@ from compvl.text.tokens import token_masks
 
 N_DRAWS = 40
 N_SCORE_DRAWS = 30  # of all scores, which take more than a second each
+N_SEED_DRAWS = 10  # of the scores of three training seeds
 N_BOOT = 500
 PROFILE = replace(PROFILES["smoke"], n_items=120, n_retrieval=60, n_classification=120, n_kind=30)
 EFFECTS = [statement for statement in STATEMENTS.values() if statement.kind == "effect"]
@@ -235,6 +236,18 @@ class ConstantScorer(RandomScorer):
         return torch.ones(len(images), len(prompts))
 
 
+class TiltedScorer(RandomScorer):
+    """Scores of a training seed that favours captions over other texts, or the other way round."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.tilt = self.rng.normal(0, 0.05)
+
+    def pairs(self, images, *captions, desc=""):
+        first, *others = super().pairs(images, *captions, desc=desc)
+        return [first + self.tilt, *others]
+
+
 def row_keys(name: str) -> list[str]:
     """The rows that the statements on some results need."""
     keys = {}
@@ -296,13 +309,16 @@ def scored_rows(benchmarks, scorer_of) -> dict[str, dict[str, pd.DataFrame]]:
     return {key: tables for key, (_, tables) in found.items()}
 
 
-def scored_tables(benchmarks, scorer_of) -> dict[str, pd.DataFrame]:
-    """Tables of contrasts and of returns, from the scores of `scored_rows`."""
-    scored = scored_rows(benchmarks, scorer_of)
+def scored_tables(benchmarks, *scorers_of) -> dict[str, pd.DataFrame]:
+    """Tables of contrasts and of returns, from the `scored_rows` of each training seed."""
+    scored = [scored_rows(benchmarks, scorer_of) for scorer_of in scorers_of]
     tables = {}
     for name, (_, joined) in SHOWN.items():
         rows = [ROWS[key] for key in row_keys(name)]
-        scores = {row.key: {0: scored[row.key]} for row in rows if not row.of}
+        scores = {}
+        for row in rows:
+            if not row.of:
+                scores[row.key] = {seed: of_rows[row.key] for seed, of_rows in enumerate(scored)}
         table = pd.DataFrame(columns=COLUMNS)
         res = KeptResults(PROFILE, rows, benchmarks[name], table, scores, joined=joined)
         tests = [t for statement in CONTRASTS for t in statement.tests if t.results == name]
@@ -321,6 +337,20 @@ def test_random_scores(tmp_path, benchmarks, kept):
         count.add(found)
     assert len(count.tests) > 75
     assert count.tests["TCL13"] == 6
+    count.check()
+
+
+def test_random_scores_of_several_seeds(tmp_path, benchmarks, kept):
+    """Three training seeds that differ from each other; no row differs from another."""
+    count = Count()
+    for draw in range(N_SEED_DRAWS):
+        scorers_of = []
+        for seed in range(3):
+            first = 10_000 * draw + 1000 * seed
+            scorers_of.append(lambda k, first=first: TiltedScorer(first + k))
+        tables = scored_tables(benchmarks, *scorers_of)
+        found = judged(tmp_path / str(draw), tables, [*CONTRASTS, *statements("scores")])
+        count.add(found)
     count.check()
 
 

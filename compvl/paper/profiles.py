@@ -83,13 +83,17 @@ class Profile:
         sentence = (
             f"Profile `{self.name}`: {self.model} from `{self.train['pretrained']}`, finetuned "
             f"{self._length()} on {self._pairs()}, {self._seeds()}; {self._items()} of each "
-            f"benchmark; intervals are 95 % bootstrap intervals of {self.n_boot:,} resamples."
+            f"benchmark; {self._intervals()}."
         )
         if self.name == "smoke":
             sentence += (
                 " It is far too little to mean anything, and shows only that everything runs."
             )
         return sentence
+
+    def _intervals(self) -> str:
+        sentence = f"intervals are 95 % bootstrap intervals of {self.n_boot:,} resamples"
+        return sentence if len(self.seeds) == 1 else f"{sentence}, and Student's t over the seeds"
 
     def _length(self) -> str:
         if self.recipes:

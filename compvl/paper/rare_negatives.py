@@ -54,13 +54,22 @@ def rarity_parts(res: Results) -> dict[str, Results]:
 _PARTS = {"replace-relations": "relations", "replace-attributes": "attributes"}
 
 
-def _draw_line(ax, line, name: str, color: str, marker: str, label: str):
-    """A figure over the share of rare words: measured at both ends, and the line between."""
+def _draw_line(ax, line, shift: float, color: str, marker: str, label: str):
+    """A figure over the share of rare words: measured at both ends, and the line between.
+
+    `shift`: to the right, so that the intervals of several rows can be told apart."""
     values = [line.common, line.rare]
     below = [line.common - line.common_lo, line.rare - line.rare_lo]
     above = [line.common_hi - line.common, line.rare_hi - line.rare]
     ax.errorbar(
-        [0, 100], values, yerr=[below, above], color=color, marker=marker, ms=5, lw=1.4, label=label
+        [shift, 100 + shift],
+        values,
+        yerr=[below, above],
+        color=color,
+        marker=marker,
+        ms=5,
+        lw=1.4,
+        label=label,
     )
 
 
@@ -91,7 +100,8 @@ def rare_share_lines(
                     label = ROWS[key].label
                     of_row = table[(table.row == label) & (table.metric == metric)]
                     line = next(of_row.itertuples())
-                    _draw_line(ax, line, metric, *look(key, number), short(label))
+                    shift = 2 * (number - (len(keys) - 1) / 2)
+                    _draw_line(ax, line, shift, *look(key, number), short(label))
                 ax.axvline(100 * RARE_SHARES[benchmark], color="#777777", lw=1, ls=":")
                 ax.set_title(f"{name}: {METRIC_TITLES[metric]}")
                 ax.set_xlim(-8, 108)

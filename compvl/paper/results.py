@@ -23,7 +23,7 @@ from ..evaluate.tasks import task_of
 from .columns import Column
 from .profiles import Profile
 from .rows import Row
-from ..stats import Correlation, resampled_difference, seed_bootstrap, seed_shares
+from ..stats import Correlation, resampled_difference, resampled_seeds, seed_bootstrap
 
 # %% ../../nbs/lib/paper/08_results.ipynb #d7d1a814
 _SUMMARY = "benchmark group method metric value lo hi n seeds seed_lo seed_hi".split()
@@ -56,11 +56,9 @@ def _parts_of(outcomes, table: pd.DataFrame, group: str) -> list[np.ndarray]:
 
 def _resample_seeds(correlations: list[Correlation], n_boot: int) -> tuple[float, np.ndarray]:
     """Mean of the seeds' correlations, and its resampled values [n_boot] over pairs and seeds."""
-    n = len(correlations)
-    shares = seed_shares(n, n_boot, np.random.default_rng(0))
-    resampled = np.stack([correlation.resampled(n_boot) for correlation in correlations], 1)
-    value = float(np.mean([correlation.value for correlation in correlations]))
-    return value, (shares * resampled).sum(1)
+    values = [correlation.value for correlation in correlations]
+    resampled = [correlation.resampled(n_boot) for correlation in correlations]
+    return resampled_seeds(values, np.stack(resampled, 1))
 
 
 def _is_by_convention(group: str) -> bool:
