@@ -1,13 +1,18 @@
-"""Summarise the pieces of micro-full that are there, for the notebook 01_brittleness.
+"""Summarise the pieces of micro-full that are there, for notebooks 01_brittleness and 11_claims.
 
-    python scripts/longer.py [--seed 0]
+    python scripts/longer.py [--seeds 0]
 
 micro finetunes for 120 steps, which is what fits into a reproduction on two cores.
 Where pieces of micro-full have been made (`scripts/pieces.py`), this script evaluates them on the
-items of micro-full, and writes data/results/micro-full/longer.csv, the accuracy and brittleness of
-each row of Table 1 that is there, longer_pairs.csv, paired differences of rows, and
-longer_convergence.csv, how well the runs keep the two rules of `compvl.paper.convergence`. Nothing
-is trained; CLIP, which has no training run, is evaluated.
+items of micro-full, and writes to data/results/micro-full:
+
+- longer.csv, the accuracy and brittleness of each row of Table 1 that is there, longer_pairs.csv,
+  paired differences of rows, and longer_convergence.csv, how well the runs keep the two rules of
+  `compvl.paper.convergence`;
+- <results>_contrasts.csv, the figures that the ledger's statements are tested by, as far as their
+  rows are there (`compvl.paper.longer`).
+
+Nothing is trained; models that have no training run are evaluated.
 """
 
 import argparse
@@ -22,9 +27,11 @@ from compvl.paper.comparisons import comparisons
 from compvl.paper.convergence import convergence
 from compvl.paper.evaluation import learning_curves, results
 from compvl.paper.loading import TRIPLET_BENCHMARKS
+from compvl.paper.longer import CONTRASTED, contrasted_rows, contrasts_of
 from compvl.paper.pieces import open_pieces
 from compvl.paper.profiles import get_profile
 from compvl.paper.runs import run_config
+from compvl.paper.statements import contrasts_table
 from compvl.paper.table_rows import HP_TABLE1
 
 FOLDER = data_dir() / "results/micro-full"
@@ -37,15 +44,14 @@ PAIRS = [
 ]
 
 
-def rows_with_pieces(profile, seed: int) -> list:
-    """The rows of Table 1 that are not trained, or were trained already with this seed."""
+def is_there(row, profile) -> bool:
+    """Whether a row is not trained, or was trained already with all seeds of the profile."""
     pieces = open_pieces()
-    found = []
-    for row in HP_TABLE1:
+    for seed in profile.seeds:
         config = run_config(row, profile, seed)
-        if row.source != "bound" and (config is None or pieces.metrics(config) is not None):
-            found.append(row)
-    return found
+        if config is not None and pieces.metrics(config) is None:
+            return False
+    return row.source != "bound"
 
 
 def write(table, name: str):
@@ -54,16 +60,12 @@ def write(table, name: str):
         table.to_csv(path, index=False)
 
 
-def main(seed: int):
-    """Evaluate the rows that are there, and write the tables."""
-    os.environ["COMPVL_PIECES"] = str(FOLDER / "pieces")
-    profile = replace(get_profile("micro-full"), seeds=(seed,))
-    rows = rows_with_pieces(profile, seed)
-    with tempfile.TemporaryDirectory() as out:
-        found = results(rows, TRIPLET_BENCHMARKS, profile, Path(out), "longer")
-        found.check()
-        log = learning_curves(rows, profile, Path(out))
-    write(convergence(log, rows).round(2), "longer_convergence.csv")
+def write_table1(profile, out: Path):
+    """The rows of Table 1, their differences, and how well they converged."""
+    rows = [row for row in HP_TABLE1 if is_there(row, profile)]
+    found = results(rows, TRIPLET_BENCHMARKS, profile, out, "longer")
+    found.check()
+    write(convergence(learning_curves(rows, profile, out), rows).round(2), "longer_convergence.csv")
     summary = found.summary()
     summary = summary[summary.metric.isin({column.metric for column in ACCURACY})]
     write(
@@ -74,7 +76,27 @@ def main(seed: int):
     write(comparisons(found, pairs, ACCURACY), "longer_pairs.csv")
 
 
+def write_contrasts(name: str, profile, out: Path):
+    """The contrasts of some results; their numbers are missing where a row is."""
+    tests = contrasts_of(name)
+    rows = [row for row in contrasted_rows(tests) if is_there(row, profile)]
+    benchmarks, joined = CONTRASTED[name]
+    found = results(rows, benchmarks, profile, out, name, joined=joined)
+    found.check()
+    write(contrasts_table(tests, found), f"{name}_contrasts.csv")
+
+
+def main(seeds: list[int]):
+    """Evaluate the rows that are there, and write the tables."""
+    os.environ["COMPVL_PIECES"] = str(FOLDER / "pieces")
+    profile = replace(get_profile("micro-full"), seeds=tuple(seeds), base_seeds=tuple(seeds))
+    with tempfile.TemporaryDirectory() as out:
+        write_table1(profile, Path(out))
+        for name in CONTRASTED:
+            write_contrasts(name, profile, Path(out))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    main(parser.parse_args().seed)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="those of all rows")
+    main(parser.parse_args().seeds)

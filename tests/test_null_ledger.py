@@ -29,13 +29,7 @@ from compvl.paper.blindness_findings import near_blind_findings
 from compvl.paper.causal_model import CONFIGS, SCM
 from compvl.paper.causal_supports import SUPPORTS
 from compvl.paper.causal_towers import CausalTowers, train_towers
-from compvl.paper.columns import (
-    ABLATION_MEANS,
-    ACCURACY,
-    COMPOSITION_MEANS,
-    PAIRS,
-    PAIRS_MEAN,
-)
+from compvl.paper.columns import ACCURACY, PAIRS_MEAN
 from compvl.paper.dependent_latents import DependentSCM
 from compvl.paper.estimates import figure
 from compvl.paper.evidence import Store
@@ -47,7 +41,8 @@ from compvl.paper.identifiability import (
 )
 from compvl.paper.iterated import harden, harder_findings, next_application, operate
 from compvl.paper.ledger import STATEMENTS, evaluate_statement, make_ledger
-from compvl.paper.loading import CAE_BENCHMARKS, TRIPLET_BENCHMARKS, load
+from compvl.paper.loading import load
+from compvl.paper.longer import CONTRASTED, contrasted_rows, contrasts_of
 from compvl.paper.profiles import PROFILES
 from compvl.paper.pseudo_optimal import measure
 from compvl.paper.ratios import ratio_effect
@@ -94,7 +89,7 @@ def test_every_effect_is_fed_with_a_null():
     listed += chain(*FED.values())
     listed += EXCEPTED
     assert sorted(listed) == sorted(statement.id for statement in EFFECTS)
-    assert {test.results for statement in CONTRASTS for test in statement.tests} == set(SHOWN)
+    assert {test.results for statement in CONTRASTS for test in statement.tests} == set(CONTRASTED)
 
 
 def statements(null: str) -> list:
@@ -177,21 +172,6 @@ class Count:
 # Scores ---------------------------------------------------------------------------------------
 
 
-SHOWN = {  # results -> benchmarks, and the means over columns that they have
-    "01_brittleness": (TRIPLET_BENCHMARKS, {}),
-    "02_ratio_ablation": (TRIPLET_BENCHMARKS, {}),
-    "03_standard_zeroshot": (("standard",), {}),
-    "04_other_models": (TRIPLET_BENCHMARKS, {}),
-    "06_cae": (
-        [*CAE_BENCHMARKS, "winoground-compositional"],
-        COMPOSITION_MEANS | ABLATION_MEANS,
-    ),
-    "07_text_similarity": (("sickr", "stsb"), {}),
-    "09_iterated_operators": (
-        [*TRIPLET_BENCHMARKS, *CAE_BENCHMARKS],
-        {PAIRS_MEAN.benchmark: PAIRS},
-    ),
-}
 PATH = ["clip-coco", "tcl-1", "tcl-2", "tcl-3"]  # the rows of diminishing returns
 RETURNS = [*[column for column in ACCURACY if column.metric == "orig_acc"], PAIRS_MEAN]
 
@@ -250,15 +230,9 @@ class TiltedScorer(RandomScorer):
 
 def row_keys(name: str) -> list[str]:
     """The rows that the statements on some results need."""
-    keys = {}
+    keys = dict.fromkeys(row.key for row in contrasted_rows(contrasts_of(name)))
     if name == "09_iterated_operators":
         keys |= dict.fromkeys(PATH)
-    for statement in CONTRASTS:
-        for test in statement.tests:
-            if test.results == name:
-                keys |= dict.fromkeys(key for _, (key, *_) in test.terms)
-    for key in list(keys):
-        keys |= dict.fromkeys(ROWS[key].of)
     return list(keys)
 
 
@@ -266,7 +240,7 @@ def row_keys(name: str) -> list[str]:
 def benchmarks():
     """{results: benchmarks}"""
     found = {}
-    for name, (names, _) in SHOWN.items():
+    for name, (names, _) in CONTRASTED.items():
         found[name], missing = load(names, PROFILE)
         assert not missing
     return found
@@ -296,7 +270,7 @@ class KeptResults(Results):
 def scored_rows(benchmarks, scorer_of) -> dict[str, dict[str, pd.DataFrame]]:
     """{row: {benchmark: scores}}, those of `scorer_of(number of the row)`."""
     found = {}
-    for name in SHOWN:
+    for name in CONTRASTED:
         for key in row_keys(name):
             if ROWS[key].of:
                 continue
@@ -313,7 +287,7 @@ def scored_tables(benchmarks, *scorers_of) -> dict[str, pd.DataFrame]:
     """Tables of contrasts and of returns, from the `scored_rows` of each training seed."""
     scored = [scored_rows(benchmarks, scorer_of) for scorer_of in scorers_of]
     tables = {}
-    for name, (_, joined) in SHOWN.items():
+    for name, (_, joined) in CONTRASTED.items():
         rows = [ROWS[key] for key in row_keys(name)]
         scores = {}
         for row in rows:
@@ -321,8 +295,7 @@ def scored_tables(benchmarks, *scorers_of) -> dict[str, pd.DataFrame]:
                 scores[row.key] = {seed: of_rows[row.key] for seed, of_rows in enumerate(scored)}
         table = pd.DataFrame(columns=COLUMNS)
         res = KeptResults(PROFILE, rows, benchmarks[name], table, scores, joined=joined)
-        tests = [t for statement in CONTRASTS for t in statement.tests if t.results == name]
-        tables[f"{name}_contrasts"] = contrasts_table(tests, res)
+        tables[f"{name}_contrasts"] = contrasts_table(contrasts_of(name), res)
         assert tables[f"{name}_contrasts"].difference.notna().all()
         if name == "09_iterated_operators":
             tables[f"{name}_findings"] = diminishing(res, PATH, RETURNS)
