@@ -80,8 +80,10 @@ class _OfSeeds:
     def accuracy(self, counted: np.ndarray, n_boot: int) -> Figure:
         """Percent right of the items that are counted, bool [seeds, items].
 
-        Items and seeds are resampled."""
-        return 100 * ratio(counted & self.right, counted, n_boot)
+        Items and seeds are resampled; resamples without any such item are left out."""
+        with np.errstate(invalid="ignore"):
+            found = ratio(counted & self.right, counted, n_boot)
+        return 100 * Figure(found.value, found.boot[~np.isnan(found.boot)])
 
 
 def _of_seeds(attributions, correct, over: str, of: str) -> _OfSeeds:
