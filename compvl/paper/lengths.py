@@ -40,7 +40,7 @@ def negative_lengths(
 # %% ../../nbs/lib/paper/21c_lengths.ipynb #0e162bb4
 _METRICS = dict(pair="accuracy", triplet="orig_acc")  # of each task
 MEAN_OF_ALL = "mean"  # over all benchmarks that have such items
-MEAN_OF_BOTH = "mean, same items' benchmarks"  # over those that have items of both lengths
+MEAN_OF_BOTH = "mean of benchmarks with both"  # over those that have items of both lengths
 _COLUMNS = "before after benchmark length a b diff lo hi p n benchmarks".split()
 
 
