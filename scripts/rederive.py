@@ -32,12 +32,13 @@ from compvl.paper.evidence import Store
 from compvl.paper.profiles import PROFILES
 
 # What needs models, items or pictures
-ITEMS = """row_models learning_curves examples turned load load_benchmarks load_benchmark
+ITEMS = """row_models seed_models learning_curves examples turned turned_counts load load_benchmarks
+    load_benchmark
     kind_attributions attribution_gap supervision captioned_scenes truth_rates operator_shares worst
     sheet scenes train train_towers identifiability dependent_identifiability
     trained_readers ship_base ship_matcher train_matcher
     ship_captioner train_captioner save_figure
-    text_similarities case_study load_train_data choose_weight""".split()
+    text_similarities case_study load_train_data search_weights""".split()
 
 
 class NotStored(Exception):

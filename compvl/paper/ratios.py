@@ -7,6 +7,7 @@ __all__ = ['attribution_ratio', 'by_ratio', 'cumulative_by_ratio', 'ratio_effect
 
 # %% ../../nbs/lib/paper/19c_ratios.ipynb #e8e0b43f
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -14,10 +15,11 @@ from matplotlib.colors import to_rgba
 from matplotlib.lines import Line2D
 
 from ..core import CompvlError, pick
+from .estimates import Figure, ratio
 from .kinds import CONCEPT_KINDS
 from .panels import by_title, look_of_label, panels
 from ..plotting import light_grid, style
-from ..stats import Correlation, Interval, bootstrap
+from ..stats import Correlation, Interval, resampled_seeds
 
 # %% ../../nbs/lib/paper/19c_ratios.ipynb #b278188f
 def attribution_ratio(
@@ -54,77 +56,143 @@ def _one_method(attributions, correct, over, of) -> tuple[pd.Series, pd.Series, 
             f"correct has shape {correct.shape}, and the attributions are of items up to "
             f"{attributions.item.max()}: say of each item whether it is right."
         )
-    ratio = attribution_ratio(attributions, over, of)
-    has_ratio = ratio.notna()
+    found = attribution_ratio(attributions, over, of)
+    has_ratio = found.notna()
     if not has_ratio.any():
         raise CompvlError(
             f"no caption has an attribution to {of} and to {over}: choose other kinds."
         )
-    ratio = ratio[has_ratio]
+    found = found[has_ratio]
     is_right = correct[attributions.item[has_ratio]].astype(bool)
     is_perturbation = methods[0] == "perturbation"
     measure = f"({of} − {over}) / their norm" if is_perturbation else f"{of} / {over}"
-    return ratio, pd.Series(is_right, index=ratio.index), measure
+    return found, pd.Series(is_right, index=found.index), measure
+
+
+@dataclass(frozen=True)
+class _OfSeeds:
+    """Ratio and correctness of the items of one method, by training seed."""
+
+    ratios: np.ndarray  # float [seeds, items]; NaN where an item has none
+    right: np.ndarray  # bool [seeds, items]; False where an item has no ratio
+    measure: str  # the ratio's name
+
+    def accuracy(self, counted: np.ndarray, n_boot: int) -> Figure:
+        """Percent right of the items that are counted, bool [seeds, items].
+
+        Items and seeds are resampled; resamples without any such item are left out."""
+        with np.errstate(invalid="ignore"):
+            found = ratio(counted & self.right, counted, n_boot)
+        return 100 * Figure(found.value, found.boot[~np.isnan(found.boot)])
+
+
+def _of_seeds(attributions, correct, over: str, of: str) -> _OfSeeds:
+    """Ratio and correctness from the table of one training seed, or from a list of such tables."""
+    if isinstance(attributions, pd.DataFrame):
+        attributions = [attributions]
+        correct = [correct]
+    n_items = max(len(is_right) for is_right in correct)
+    shape = (len(attributions), n_items)
+    ratios = np.full(shape, np.nan)
+    right = np.zeros(shape, bool)
+    for k, (table, is_right) in enumerate(zip(attributions, correct, strict=True)):
+        found, right_there, measure = _one_method(table, is_right, over, of)
+        items = table.item[found.index].to_numpy()
+        ratios[k, items] = found
+        right[k, items] = right_there
+    return _OfSeeds(ratios, right, measure)
 
 # %% ../../nbs/lib/paper/19c_ratios.ipynb #e6aff2e0
+def _bin_numbers(ratios: np.ndarray, bins: int) -> np.ndarray:
+    """The bin of each item of one seed, [items], from 0; NaN where it has no ratio.
+
+    Bins are of equal size, but items that tie are in the same bin."""
+    ranks = pd.Series(ratios).rank()
+    edges = ranks.quantile(np.linspace(0, 1, bins + 1)[1:-1]).to_numpy()
+    return np.where(np.isnan(ratios), np.nan, np.searchsorted(edges, ranks))
+
+
+def _percent(found: Figure) -> tuple[float, float, float]:
+    """Value and ends of the interval of a figure."""
+    return found.value, found.lo, found.hi
+
+
 def by_ratio(
-    attributions: pd.DataFrame,  # rows of one method from `kind_attributions`
-    correct,  # bool [N], by item number
+    attributions,  # rows of one method from `kind_attributions`, or a list of such, one for each
+    # training seed
+    correct,  # bool [N], by item number; or a list of such
     over: str = "object",
     of: str = "relation",
     bins: int = 5,
     n_boot: int = 1000,
-    seed: int = 0,
 ) -> pd.DataFrame:
     """Accuracy of items by `attribution_ratio`, in `bins` of equal size (fewer where items tie).
 
     Columns `low`, `high` (the bin's smallest and greatest ratio), `ratio` (median), `accuracy`,
     `lo`, `hi` (percent, with 95 % bootstrap interval) and `n`. Items without a ratio are in no bin.
-    `attrs['measure']` is the ratio's name. For the paper's curve see `cumulative_by_ratio`.
+    Each training seed has its own bins; `ratio`, `accuracy` and `n` are means over the seeds, and
+    the interval resamples items and seeds. `attrs['measure']` is the ratio's name. For the paper's
+    curve see `cumulative_by_ratio`.
     """
-    ratio, is_right, measure = _one_method(attributions, correct, over, of)
-    bin_of = pd.qcut(ratio.rank(), bins, duplicates="drop", labels=False)
+    known = _of_seeds(attributions, correct, over, of)
+    numbers = np.stack([_bin_numbers(of_seed, bins) for of_seed in known.ratios])
     rows = []
-    for _, in_bin in ratio.groupby(bin_of):
-        found = bootstrap(is_right[in_bin.index].to_numpy(), n_boot, seed)
-        percent = [100 * value for value in found[:3]]
-        rows.append((in_bin.min(), in_bin.max(), in_bin.median(), *percent, found.n))
+    for number in range(bins):
+        counted = numbers == number
+        if not counted.any():
+            continue
+        inside = known.ratios[counted]
+        medians = [
+            np.median(x[at]) for x, at in zip(known.ratios, counted, strict=True) if at.any()
+        ]
+        accuracy = _percent(known.accuracy(counted, n_boot))
+        n = round(counted.sum(1).mean())
+        rows.append((inside.min(), inside.max(), np.mean(medians), *accuracy, n))
     table = pd.DataFrame(rows, columns=["low", "high", "ratio", "accuracy", "lo", "hi", "n"])
-    table.attrs["measure"] = measure
+    table.attrs["measure"] = known.measure
     return table
 
 # %% ../../nbs/lib/paper/19c_ratios.ipynb #c9536a96
+def _ends(ratios: np.ndarray, points: int) -> np.ndarray:
+    """The ratios of one seed [items] at equal steps of the number of items, [points]."""
+    ordered = np.sort(ratios[~np.isnan(ratios)])
+    ranks = np.ceil(np.arange(1, points + 1) * len(ordered) / points).astype(int)
+    return ordered[ranks - 1]
+
+
 def cumulative_by_ratio(
-    attributions: pd.DataFrame,  # as for `by_ratio`
+    attributions,  # as for `by_ratio`
     correct,
     over: str = "object",
     of: str = "relation",
     points: int = 20,  # items that each point adds are a share of 1 / points of all
     n_boot: int = 1000,
-    seed: int = 0,
 ) -> pd.DataFrame:
     """Accuracy of all items whose `attribution_ratio` is at most that of each point.
 
     Points are at equal steps of the number of items, fewer where items tie. Columns `ratio`,
     `accuracy`, `lo`, `hi` (percent, with 95 % bootstrap interval) and `n`, the items so far. Items
-    without a ratio are left out. `attrs` as of `by_ratio`. Source: Li et al. 2024 (CAE), Figure 4.
+    without a ratio are left out. Several training seeds, and `attrs`, as of `by_ratio`. Source: Li
+    et al. 2024 (CAE), Figure 4.
     """
-    ratio, is_right, measure = _one_method(attributions, correct, over, of)
-    ranks = np.ceil(np.arange(1, points + 1) * len(ratio) / points).astype(int)
-    ends = np.unique(ratio.sort_values().to_numpy()[ranks - 1])
+    known = _of_seeds(attributions, correct, over, of)
+    ends = np.stack([_ends(of_seed, points) for of_seed in known.ratios])
     rows = []
-    for end in ends:
-        found = bootstrap(is_right[ratio <= end].to_numpy(), n_boot, seed)
-        rows.append((end, *(100 * value for value in found[:3]), found.n))
+    for k in range(points):
+        if k and (ends[:, k] == ends[:, k - 1]).all():
+            continue
+        counted = known.ratios <= ends[:, k : k + 1]
+        accuracy = _percent(known.accuracy(counted, n_boot))
+        rows.append((ends[:, k].mean(), *accuracy, round(counted.sum(1).mean())))
     table = pd.DataFrame(rows, columns=["ratio", "accuracy", "lo", "hi", "n"])
-    table.attrs["measure"] = measure
+    table.attrs["measure"] = known.measure
     return table
 
 # %% ../../nbs/lib/paper/19c_ratios.ipynb #fb9e3114
 def _correlation(attributions, correct, over: str, of: str) -> Correlation:
     """Spearman's correlation of `attribution_ratio` and whether the item is right."""
-    ratio, is_right, _ = _one_method(attributions, correct, over, of)
-    return Correlation(ratio, is_right.astype(float), "spearman")
+    found, is_right, _ = _one_method(attributions, correct, over, of)
+    return Correlation(found, is_right.astype(float), "spearman")
 
 
 def ratio_effect(
@@ -146,11 +214,9 @@ def ratio_effect(
     for table, is_right in zip(attributions, correct, strict=True):
         found.append(_correlation(table, is_right, over, of))
     values = np.stack([correlation.resampled(n_boot, seed) for correlation in found], axis=1)
-    n_seeds = len(found)
-    picks = np.random.default_rng(seed).multinomial(n_seeds, [1 / n_seeds] * n_seeds, n_boot)
-    lo, hi = np.quantile((picks / n_seeds * values).sum(1), [0.025, 0.975])
-    mean = np.mean([correlation.value for correlation in found])
-    return Interval(float(mean), float(lo), float(hi), len(found[0]))
+    mean, boot = resampled_seeds([correlation.value for correlation in found], values, seed)
+    lo, hi = np.quantile(boot, [0.025, 0.975])
+    return Interval(mean, float(lo), float(hi), len(found[0]))
 
 # %% ../../nbs/lib/paper/19c_ratios.ipynb #ac09e0c2
 _TICKS = {"0": 0, "⅛": 1 / 8, "¼": 1 / 4, "½": 1 / 2, "1": 1, "2": 2, "4": 4, "8": 8, "∞": np.inf}

@@ -17,7 +17,7 @@ from ..core import CompvlError
 from ..evaluate.scorers import scorer_of
 from .panels import by_title, look_of_label, panels
 from ..plotting import style
-from ..stats import bootstrap
+from ..stats import seed_bootstrap
 from ..text.parser import parse_many
 
 # %% ../../nbs/lib/paper/19d_similarities.ipynb #c73ed6ce
@@ -105,6 +105,27 @@ def phrase_similarities(
     return table.groupby(["caption", "text"], as_index=False).cosine.mean()
 
 
+def _by_caption(table: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Similarities to the phrases of one kind: a row for each seed, a column for each caption."""
+    if "seed" not in table:
+        table = table.assign(seed=0)
+    of_kind = table[table.text == kind]
+    return of_kind.pivot(index="seed", columns="caption", values="cosine")
+
+
+def _mean_change(change: np.ndarray, n_boot: int) -> tuple[float, float, float, int]:
+    """Mean of [seeds, captions] with its 95 % interval, for which both are resampled, and n."""
+    value, boot = seed_bootstrap([change], n_boot=n_boot)
+    return (value, *map(float, np.quantile(boot, [0.025, 0.975])), change.shape[1])
+
+
+def _phrase_change(table: pd.DataFrame, before: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """What `_by_caption` gives, minus what it gives before; before, one seed stands for any."""
+    after = _by_caption(table, kind)
+    start = _by_caption(before, kind).reindex(columns=after.columns)
+    return pd.DataFrame(after.to_numpy() - start.to_numpy(), columns=after.columns)
+
+
 def phrase_changes(
     tables: Mapping[str, pd.DataFrame],  # model's label -> `phrase_similarities`, same captions
     than: str,  # label of the model that the others are compared with
@@ -113,21 +134,25 @@ def phrase_changes(
     """The mean similarity to phrases, minus that of the model `than`.
 
     A row for each other model and kind: `model`, `than`, `text`, `difference`, `lo`, `hi` (95 %
-    interval, paired by caption) and `n` captions. The text `EMPHASIS` is by how much more the
-    similarity to composition phrases changed than that to object phrases, over captions that have
-    both."""
-    before = tables[than].set_index(["caption", "text"]).cosine
+    interval, paired by caption and by training seed) and `n` captions. The text `EMPHASIS` is by
+    how much more the similarity to composition phrases changed than that to object phrases, over
+    captions that have both. Tables of several training seeds have a column `seed`; a model with one
+    stands beside any number."""
     rows = []
     for label, table in tables.items():
         if label == than:
             continue
-        changed = table.set_index(["caption", "text"]).cosine - before
-        for kind, of_kind in changed.groupby("text", sort=False):
-            rows.append((label, than, kind, *bootstrap(of_kind.to_numpy(), n_boot)))
-        by_kind = changed.unstack("text").reindex(columns=PHRASE_KINDS)
-        more = (by_kind["composition"] - by_kind["object"]).dropna()
-        if len(more):
-            rows.append((label, than, EMPHASIS, *bootstrap(more.to_numpy(), n_boot)))
+        changed = {}
+        for kind in PHRASE_KINDS:
+            if (table.text == kind).any():
+                changed[kind] = _phrase_change(table, tables[than], kind)
+        if len(changed) == len(PHRASE_KINDS):
+            composition, objects = changed.values()
+            both = composition.columns.intersection(objects.columns)
+            if len(both):
+                changed[EMPHASIS] = composition[both] - objects[both]
+        for kind, change in changed.items():
+            rows.append((label, than, kind, *_mean_change(change.to_numpy(), n_boot)))
     columns = "model than text difference lo hi n".split()
     return pd.DataFrame(rows, columns=columns)
 
@@ -167,8 +192,8 @@ def similarity_distributions(
 ):
     """Densities of `text_similarities`, a panel for each text and a line for each model.
 
-    Returns the figure. Raises CompvlError without similarities. Source: Li et al. 2024 (CAE),
-    Figure 3.
+    Those of several training seeds are drawn together, if a table contains several. Returns the
+    figure. Raises CompvlError without similarities. Source: Li et al. 2024 (CAE), Figure 3.
     """
     of_panel = {}
     for title, of_model in by_title(tables).items():
