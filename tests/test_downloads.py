@@ -826,7 +826,7 @@ def test_status_command_says_what_is_not_known(tmp_path, compvl):
     from compvl.models.releases import ZOO
 
     out = compvl("status", "colorswap", "bivlc", "crepe-swap", "--data-root", tmp_path)[1]
-    title = "What is confirmed, and what is not:"
+    title = "What each is, what is confirmed, and what is not:"
     table, notes = out.split(title)
     assert "537 MB" in table
     assert table.count("size not known") >= 2
@@ -852,6 +852,19 @@ def test_status_command_says_of_every_checkpoint_what_is_confirmed(tmp_path, com
         if entry.dataset:
             assert f"  {entry.dataset}, confirmed: {entry.confirmed}" in out
             assert f"  {entry.dataset}, not confirmed: {entry.note}" in out
+
+
+def test_every_data_set_says_what_it_is_and_how_to_get_it(tmp_path, compvl):
+    """A title, a licence or that none is known, a page, and a link to each file or steps."""
+    rows = json.loads(compvl("status", "--data-root", tmp_path, "--json")[1])
+    for row in rows:
+        assert row["title"] and row["licence"] and row["confirmed"], row
+        assert row["homepage"].startswith(("https://", "http://")), row
+        assert row["get"], row
+    assert {"spec", "imagenet", "read-clip"} < {row["name"] for row in rows}
+    (spec,) = [row for row in rows if row["name"] == "spec"]
+    assert spec["size"] == 1_560_000_000 and spec["get"].startswith("compvl data fetch spec")
+    assert "about 1.6 GB" in compvl("status", "spec", "--data-root", tmp_path)[1]
 
 
 def test_fetch_command_says_where_a_size_is_not_known(tmp_path, compvl):

@@ -288,9 +288,9 @@ class Tables(HTMLParser):
         return found
 
 
-def write_report(folder, models):
+def write_report(folder, models, *more):
     """Evaluate models as a person would: `card.html` and `card.csv` in a folder."""
-    options = ["--benchmark", "triplets,coco-retrieval", "--n", "20", "--no-cache"]
+    options = ["--benchmark", "triplets,coco-retrieval", "--n", "20", "--no-cache", *more]
     files = ["--report", f"{folder}/card.html", "--csv", f"{folder}/card.csv"]
     named = []
     for model in models:
@@ -394,6 +394,30 @@ def test_card_of_a_base_and_two_finetuned_models(finetuned_card):
     assert "NegCLIP" not in since_2024
     cells = Tables(text).by_benchmark("differences")["swap", "brittleness"]
     assert len(cells) == 2  # of both from the base
+    for place in (("swap", "brittleness"), ("coco-retrieval", "image to text recall@1")):
+        shown = Tables(text).by_benchmark("change")[place]
+        assert [cell.partition(" → ")[2].partition(".")[0].isdigit() for cell in shown] == [
+            True
+        ] * 2
+
+
+def test_card_of_a_listed_run_alone(finetuned_card, tmp_path):
+    """Its base is evaluated for the change in composition and retrieval; the file is shown."""
+    run = next((finetuned_card / "runs").glob("hn-*"))
+    listed = tmp_path / "models.yaml"
+    listed.write_text(f"# <mine>\n- {{name: micro-clip, weights: {run}, label: mine}}\n")
+    write_report(tmp_path, [], "--models", str(listed))
+    text = (tmp_path / "card.html").read_text()
+    assert f"--models {listed}" in text
+    assert f"# &lt;mine&gt;\n- {{name: micro-clip, weights: {run}, label: mine}}" in text
+    assert "mine from micro-clip:base" in text
+    assert set(pd.read_csv(tmp_path / "card.csv").model) == {"mine"}
+    shown = Tables(text).by_benchmark("change")
+    both = Tables((finetuned_card / "card.html").read_text()).by_benchmark("change")
+    for place in (("replace", "macro average: augmented accuracy"), ("swap", "brittleness")):
+        assert shown[place] == both[place][:1]
+    recalls = [place for place in shown if place[0] == "coco-retrieval"]
+    assert len(recalls) == 6 and all(shown[place] == both[place][:1] for place in recalls)
 
 
 def check_card_in_a_browser(page, folder, server):

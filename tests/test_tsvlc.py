@@ -1,4 +1,5 @@
-"""The HP+HN step of compvl and of TSVLC's own code, where `COMPVL_TSVLC` names a checkout of it."""
+"""The HP+HN step of compvl and of TSVLC's own code, and TSVLC's rules for hard negatives, where
+`COMPVL_TSVLC` names a checkout of it."""
 
 import os
 from functools import partial
@@ -6,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from compvl.app.speed.text import perturbing, tsvlc_negatives
 from compvl.app.speed.training import (
     CompvlSteps,
     TsvlcSteps,
@@ -30,3 +32,13 @@ def test_gradients_are_those_of_tsvlc(w_hn):
     assert max(float(gradient.abs().max()) for gradient in theirs.values()) > 1e-4
     assert gradient_difference(theirs, ours) < 1e-5
     assert torch.isfinite(torch.stack([g.abs().max() for g in ours.values()])).all()
+
+
+def test_its_rules_are_one_more_way():
+    create = tsvlc_negatives(CHECKOUT)
+    tries = [create("a red ball on a table") for _ in range(40)]
+    made = [texts[0] for texts in tries if texts]  # the kind that it draws may have no word here
+    assert made and "a red ball on a table" not in made
+    assert create("zzz") == []
+    rows = perturbing(n=20, workers=0, tsvlc=CHECKOUT)["rows"]
+    assert rows[-1]["way"] == "TSVLC's rules, a call a caption" and len(rows) == 6

@@ -22,6 +22,7 @@ from compvl.app.card_figures import (
     standing_html,
 )
 from compvl.app.card_tables import (
+    changes_table,
     cost_table,
     cut_note,
     differences_table,
@@ -129,6 +130,42 @@ def _differences(differences: pd.DataFrame) -> str:
     return note + differences_table(differences)
 
 
+def _changes(
+    evaluations: Sequence[Evaluated],
+    bases: Mapping[str, Evaluated | str],  # as of `evaluate_bases`
+    benchmarks: Sequence[Benchmark],
+) -> str:
+    """What finetuning changed, and for which models it is not known; '' where none has a base."""
+    found = {title: base for title, base in bases.items() if not isinstance(base, str)}
+    parts = []
+    for title, base in bases.items():
+        if isinstance(base, str):
+            text = f"The base of {title} could not be evaluated: {base}"
+            parts.append(f'<p class="warn">{html.escape(text)}</p>')
+    if found:
+        named = ", ".join(f"{title} from {base.title}" for title, base in found.items())
+        parts.append(
+            f"<p>Each model beside the one that it was finetuned from ({html.escape(named)}), on "
+            "the same items: both figures, and the difference with the interval of the paired "
+            "bootstrap. Bold: the interval does not contain zero.</p>"
+        )
+        parts.append(changes_table(found, evaluations))
+        if not any(benchmark.task == "retrieval" for benchmark in benchmarks):
+            parts.append(
+                "<p>The change in retrieval is not known: no retrieval benchmark was evaluated. "
+                "Add <code>coco-retrieval</code> to <code>--benchmark</code>.</p>"
+            )
+    return "\n".join(parts)
+
+
+def _repeat(command: str, models_file: Mapping[str, str]) -> str:
+    """The command that repeats the evaluation, and the files that it reads models from."""
+    parts = [f"<pre>{html.escape(command)}</pre>"]
+    for name, text in models_file.items():
+        parts.append(f"<p>{html.escape(name)}:</p>\n<pre>{html.escape(text.rstrip())}</pre>")
+    return "\n".join(parts)
+
+
 def _cost(evaluations: Sequence[Evaluated]) -> str:
     """What the evaluation cost."""
     note = "<p>Rates include the decoding or drawing of images.</p>"
@@ -143,6 +180,8 @@ def card_html(
     differences: pd.DataFrame,  # of `compare_models`; empty with a single model
     failures: Mapping[str, str],  # {title: error} of models that failed
     command: str,  # the command that repeats the evaluation
+    bases: Mapping[str, Evaluated | str] | None = None,  # as of `evaluate_bases`
+    models_file: Mapping[str, str] | None = None,  # {name: text} of a YAML file in the command
 ) -> str:
     """The report as HTML. `evaluations` were made with `explain`."""
     env = environment()
@@ -152,6 +191,7 @@ def card_html(
         _section("models", "Models", models_table(evaluations), _failed(failures)),
         _section("standing", "Where they stand", standing_html(evaluations, benchmarks)),
         _section("figures", "All benchmarks", figures_table(evaluations), cut_note(evaluations)),
+        _section("change", "Change by finetuning", _changes(evaluations, bases or {}, benchmarks)),
         _section("differences", "Differences", _differences(differences)),
         _section("brittleness", "Brittleness by group", brittleness_html(evaluations)),
         _section("failures", "Worst failures", _all_failures(evaluations, benchmarks)),
@@ -168,7 +208,7 @@ def card_html(
 <style>{PAGE_STYLE}{_CARD_STYLE}</style></head><body>
 <h1>{title}</h1>
 <p class="meta">{html.escape(_versions(evaluations, env))}</p>
-<pre>{html.escape(command)}</pre>
+{_repeat(command, models_file or {})}
 {_sources(benchmarks)}
 {boxed_tables(chr(10).join(filter(None, sections)))}
 {environment_html(env)}

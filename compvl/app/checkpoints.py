@@ -10,10 +10,11 @@ from pathlib import Path
 
 import yaml
 
-from ..core import CompvlError, pick
+from ..core import CompvlError, pick, read_json
 
 # %% auto #0
-__all__ = ['Checkpoint', 'check_titles', 'read_checkpoints', 'with_weights', 'check_pretrained', 'open_checkpoint']
+__all__ = ['Checkpoint', 'check_titles', 'read_checkpoints', 'base_of', 'is_same', 'with_weights', 'check_pretrained',
+           'open_checkpoint']
 
 # %% ../../nbs/lib/app/06a_checkpoints.ipynb #d8723243
 def _has_own_weights(name: str) -> bool:
@@ -112,6 +113,27 @@ def read_checkpoints(path: str | Path) -> list[Checkpoint]:
         checkpoints.append(_checkpoint(path, number, node))
     check_titles(checkpoints)
     return checkpoints
+
+# %% ../../nbs/lib/app/06a_checkpoints.ipynb #47d6b3d2
+def base_of(checkpoint: Checkpoint) -> Checkpoint | None:
+    """The model that a run of `compvl.train` started from, by the config.json beside its weights.
+
+    None where the weights are no run's, and for a run from random weights."""
+    path = Path(checkpoint.weights or "")
+    config_path = (path if path.is_dir() else path.parent) / "config.json"
+    if not checkpoint.weights or not config_path.is_file():
+        return None
+    config = read_json(config_path)
+    is_run = isinstance(config, dict) and {"method", "model", "start"} <= set(config)
+    if not is_run:
+        return None
+    base = Checkpoint(config["model"], config.get("pretrained"))
+    return base if base.weights or _has_own_weights(base.name) else None
+
+
+def is_same(a: Checkpoint, b: Checkpoint) -> bool:
+    """Whether two checkpoints are of one model with the same weights, whatever their labels."""
+    return (a.name, a.weights or "base") == (b.name, b.weights or "base")
 
 # %% ../../nbs/lib/app/06a_checkpoints.ipynb #e93382ed
 def _default_weights(name: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from .checkpoints import Checkpoint, open_checkpoint
+from .checkpoints import Checkpoint, base_of, is_same, open_checkpoint
 from ..benchmarks.items import Benchmark
 from ..core import CompvlError
 from ..evaluate.engine import evaluate
@@ -24,7 +24,8 @@ from ..models.weights import activation
 from ..paper.kinds import kind_shares
 
 # %% auto #0
-__all__ = ['MOST_CAPTIONS', 'describe_scorer', 'word_shares', 'Evaluated', 'evaluate_checkpoint', 'evaluate_checkpoints']
+__all__ = ['MOST_CAPTIONS', 'describe_scorer', 'word_shares', 'Evaluated', 'evaluate_checkpoint', 'evaluate_checkpoints',
+           'evaluate_bases']
 
 # %% ../../nbs/lib/app/06b_evaluations.ipynb #020f843d
 def _parameters(model) -> int | None:
@@ -168,6 +169,21 @@ def _is_fatal(error: Exception, n: int) -> bool:
     return n == 1 or by_one_process or bool(os.environ.get("COMPVL_DEBUG"))
 
 
+def _evaluate_one(
+    checkpoint: Checkpoint, benchmarks: Sequence[Benchmark], n: int = 2, **options
+) -> tuple[list[Evaluated], dict[str, str]]:
+    """The evaluation of one of `n` checkpoints, or {title: error}, unless the error is fatal."""
+    try:
+        return [evaluate_checkpoint(checkpoint, benchmarks, **options)], {}
+    except Exception as error:
+        if _is_fatal(error, n):
+            raise
+        message = str(error)
+        if not isinstance(error, CompvlError):
+            message = f"{type(error).__name__}: {message}"
+        return [], {checkpoint.title: message}
+
+
 def evaluate_checkpoints(
     checkpoints: Sequence[Checkpoint],
     benchmarks: Sequence[Benchmark],
@@ -184,14 +200,33 @@ def evaluate_checkpoints(
     for number, checkpoint in enumerate(checkpoints, 1):
         if announce and len(checkpoints) > 1:
             announce(f"model {number} of {len(checkpoints)}: {checkpoint.title}")
-        try:
-            done.append(evaluate_checkpoint(checkpoint, benchmarks, **options))
-        except Exception as error:
-            if _is_fatal(error, len(checkpoints)):
-                raise
-            message = str(error)
-            is_expected = isinstance(error, CompvlError)
-            failures[checkpoint.title] = (
-                message if is_expected else f"{type(error).__name__}: {message}"
-            )
+        found, failed = _evaluate_one(checkpoint, benchmarks, len(checkpoints), **options)
+        done += found
+        failures |= failed
     return done, failures
+
+# %% ../../nbs/lib/app/06b_evaluations.ipynb #2e96c426
+def evaluate_bases(
+    evaluations: Sequence[Evaluated],
+    benchmarks: Sequence[Benchmark],
+    announce: Callable[[str], None] | None = None,  # is told which base comes next
+    **options,  # of `evaluate_checkpoint`
+) -> dict[str, Evaluated | str]:
+    """{title: evaluation of the model that it was finetuned from, or why there is none}.
+
+    Models whose base is not known (`base_of`) are left out."""
+    known = list(evaluations)
+    found = {}
+    for evaluation in evaluations:
+        base = base_of(evaluation.checkpoint)
+        if base is None:
+            continue
+        same = [each for each in known if is_same(each.checkpoint, base)]
+        if not same:
+            if announce:
+                announce(f"the base of {evaluation.title}: {base.title}")
+            done, failures = _evaluate_one(base, benchmarks, **options)
+            known += done
+            same = done or list(failures.values())
+        found[evaluation.title] = same[0]
+    return found

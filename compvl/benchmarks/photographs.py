@@ -35,7 +35,7 @@ def photographs(
     title: str,
     homepage: str,
     *files: File,
-    licence: str = "see homepage",
+    licence: str = "not confirmed, see homepage",
     steps: str = "",  # what to do by hand where files have no link
     n: int | None = None,  # published number of items
 ) -> None:
@@ -113,7 +113,7 @@ photographs(
 )
 photographs(
     "visual7w",
-    "Visual7W photographs",
+    "Visual7W photographs (of COCO)",
     "https://ai.stanford.edu/~yukez/visual7w/",
     File(
         "visual7w/images/",

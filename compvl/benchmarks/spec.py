@@ -34,9 +34,14 @@ _SUBSETS = {
 }
 _LISTS = ("image2text.json", "text2image.json")
 _COMMIT = "694dfdc74fe72acdc932fd5fc919b6b0268f7a07"  # of data.zip, on the hub
+_HUB = "https://huggingface.co/datasets/wjpoom/SPEC"
+_ARCHIVE = dict(
+    url=f"{_HUB}/resolve/{_COMMIT}/data.zip", size=1_560_000_000, approx=True, unpack="spec"
+)
 _NOTE = (
-    "form confirmed in the authors' code, number of items inferred from their printed results; "
-    "commit and 1.56 GB of the archive confirmed on the hub's page, not to the byte"
+    "form and place in the archive confirmed in the authors' code and notebooks, number of items "
+    "inferred from their printed results; commit and 1.56 GB of the archive confirmed on the "
+    "hub's page, not to the byte"
 )
 
 
@@ -46,20 +51,18 @@ def _files() -> tuple[File, ...]:
     for subset in _SUBSETS:
         for name in _LISTS:
             other = (f"spec/data/{subset}/{name}",)
-            files.append(File(f"spec/{subset}/{name}", also=other, note=_NOTE))
+            files.append(File(f"spec/{subset}/{name}", **_ARCHIVE, also=other, note=_NOTE))
     return tuple(files)
 
 
 dataset(
     Dataset(
         "spec",
-        "SPEC",
+        "SPEC: size, place, existence and number of objects, with images",
         _files(),
         "none stated",
-        "https://huggingface.co/datasets/wjpoom/SPEC",
+        _HUB,
         n=sum(2 * subset.n for subset in _SUBSETS.values()),
-        steps="In the data root:  hf download wjpoom/SPEC data.zip --repo-type dataset --revision "
-        f"{_COMMIT} --local-dir spec ; unzip spec/data.zip -d spec",
     )
 )
 

@@ -236,6 +236,7 @@ photographs(
         )
     ],
     n=27_000,
+    licence="MIT (the repository)",
 )
 photographs(
     "flowers102",
@@ -268,6 +269,7 @@ photographs(
     "PatchCamelyon",
     "https://github.com/basveeling/pcam",
     *[_vision(f"pcam/camelyonpatch_level_2_split_test_{x}.h5") for x in "xy"],
+    licence="CC0",
     n=32_768,
     steps="In torchvision/ under the data root:  python -c "
     "\"import torchvision; torchvision.datasets.PCAM('.', 'test', download=True)\"  (gdown and "

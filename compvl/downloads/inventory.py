@@ -15,7 +15,7 @@ import pandas as pd
 from ..core import pick
 from .archives import unpacking_folder
 from .disk import extent, human, mismatch
-from .registry import DATASETS, Dataset, File
+from .registry import DATASETS, Dataset, File, confirmed
 
 # %% auto #0
 __all__ = ['SMALL_FILE', 'STATUS_COLUMNS', 'FileState', 'file_state', 'file_status', 'status']
@@ -126,6 +126,7 @@ def _status_row(
     present = files.state == "present"
     return dict(
         name=found.name,
+        title=found.title,
         kind=found.kind,
         state=states.pop() if len(states) == 1 else "incomplete",
         found=int(present.sum()),
@@ -136,11 +137,12 @@ def _status_row(
         homepage=found.homepage,
         problem="; ".join(problem for problem in files.problem if problem),
         get=_next_steps(found, files[~present], root),
+        confirmed=confirmed(found),
     )
 
 # %% ../../nbs/lib/downloads/06_inventory.ipynb #82739d9d
-STATUS_COLUMNS = ["name", "kind", "state", "found", "needed", "bytes", "size"]
-STATUS_COLUMNS += ["licence", "homepage", "problem", "get"]
+STATUS_COLUMNS = ["name", "title", "kind", "state", "found", "needed", "bytes", "size"]
+STATUS_COLUMNS += ["licence", "homepage", "problem", "get", "confirmed"]
 
 
 def status(
@@ -151,9 +153,10 @@ def status(
 ) -> pd.DataFrame:
     """One row a data set. Only the disk is read, not the network.
 
-    Columns: `name`; `kind`; `state` (`present`, `absent`, or `incomplete`: some files are missing,
-    do not match, or were interrupted); `found` of `needed` files; `bytes` on disk; `size` (bytes to
-    download, NaN where unknown); `licence`; `homepage`; `problem`; `get` (what to do). Importing
+    Columns: `name`; `title`; `kind`; `state` (`present`, `absent`, or `incomplete`: some files are
+    missing, do not match, or were interrupted); `found` of `needed` files; `bytes` on disk; `size`
+    (bytes to download, NaN where unknown); `licence`; `homepage`; `problem`; `get` (what to do);
+    `confirmed` (a sentence, see `compvl.downloads.registry.confirmed`). Importing
     `compvl.benchmarks.loading` and `compvl.models.zoo` registers the data sets of the package.
     Raises `CompvlError` for an unknown name."""
     rows = []

@@ -111,14 +111,16 @@ def _how_many(found: int, n: int) -> str:
 
 
 def confirmed(dataset: Dataset) -> str:
-    """What is confirmed of a data set's files, and what is not, in one sentence."""
+    """Which of a data set's files have a link, and what is confirmed of them, in one sentence."""
     files = dataset.files
     checked = sum(bool(file.sha256 or file.md5) for file in files)
     sized = sum(file.size is not None and not file.approx for file in files)
+    linked = sum(bool(file.url) for file in files)
+    links = f"there is a link to {_how_many(linked, len(files))}"
     checksums = f"a checksum is confirmed of {_how_many(checked, len(files))}"
     sizes = f"an exact size of {_how_many(sized, len(files))}"
     notes = dict.fromkeys(file.note for file in files if file.note)
-    return "; ".join([f"{checksums}, {sizes}", *notes])
+    return "; ".join([links, f"{checksums}, {sizes}", *notes])
 
 # %% ../../nbs/lib/downloads/01_registry.ipynb #1cdced83
 DATASET_KINDS = ("data", "images", "checkpoint")  # `data` are annotations

@@ -176,17 +176,92 @@ RECIPES["triplet-clip"] = dict(
     eps=1e-8,
 )
 
+# %% ../../nbs/lib/train/03_recipes.ipynb #53677289
+# JiH00nKw0n/READ-CLIP: config/train_read_clip.yaml, on one GPU (script/train.sh), and
+# src/runners/trainer.py. NegCLIP's loss, plus 0.5 times the contrast of captions with paraphrases,
+# plus 0.1 times the reconstruction loss. The logits of the contrast are transposed there: it
+# compares each paraphrase with all captions, and ours each caption with all paraphrases. A
+# paraphrase there is a language model's (data/zero.json) or another caption of the image; a caption
+# has three hard negatives, NegCLIP's swaps, where ours has those of its files.
+# Its 5 epochs are of images, with one of the captions each time; one of ours is of all captions,
+# some five an image, and about as many steps. betas, eps and grad_clip are the defaults of
+# transformers' Trainer, which the config leaves as they are.
+# Not confirmed: the number of images (100,000 by the README).
+RECIPES["read-clip"] = dict(
+    method="hn+hp-text",
+    negatives_in_batch=True,
+    w_hn=0.0,
+    weights={"hp_text": 0.5},
+    **START,
+    data="coco",
+    epochs=1,
+    batch_size=256,
+    lr=1e-5,
+    warmup=50,
+    weight_decay=0.1,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    grad_clip=1.0,
+)
+
+# %% ../../nbs/lib/train/03_recipes.ipynb #0b3d39aa
+# AmitPeleg/CLIC: trigger_train.sh (200 on each of four GPUs), the defaults of utils/train_args.py,
+# losses.py. On a million images of LAION with CogVLM's captions. Its warm-up is a fifth of the run,
+# from a tenth of the rate: 250 steps for a million images, from 0 here. Its cosine ends at a
+# hundredth of the rate, and here at 0.
+# The image tower is frozen there, and trained here: `TrainConfig` cannot freeze it. Steps with
+# these weights take turns with steps of the plain contrastive loss there. A caption has four
+# positives there, all of which are contrasted with images and with the hard negative; here it is
+# the caption alone, as its first positive. The distance is between a caption and its second one.
+# Not confirmed: how many of the million images could be downloaded.
+RECIPES["clic"] = dict(
+    method="hn+hp-distance",
+    w_itc=0.5,
+    w_hn=0.5,
+    **START,
+    data="webdataset",
+    epochs=1,
+    batch_size=800,
+    lr=1e-6,
+    warmup=250,
+    weight_decay=0.1,
+    eps=1e-8,
+)
+
+# %% ../../nbs/lib/train/03_recipes.ipynb #a6accff3
+# google-research/big_vision: big_vision/configs/proj/image_text/siglip_lit_coco.py. On COCO, 5,000
+# steps, the image tower (ViT-B/16) frozen and the text tower a BERT; s and b begin at 10 and -2.71.
+# Here, both towers are open_clip's, are trained, and s and b begin as open_clip has them: take a
+# lower rate for a pretrained model. betas and eps are the defaults of optax's scale_by_adam.
+# Not found: a configuration of the released models' pretraining.
+RECIPES["siglip"] = dict(
+    method="sigmoid",
+    w_itc=0.0,
+    model="ViT-B-16-SigLIP",
+    pretrained=None,
+    data="coco",
+    steps=5000,
+    batch_size=512,
+    lr=1e-3,
+    warmup=150,
+    weight_decay=0.01,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    grad_clip=1.0,
+)
+
 # %% ../../nbs/lib/train/03_recipes.ipynb #ed9f45bb
 def recipe(name: str, **changes) -> TrainConfig:
     """The config by which a published model was finetuned.
 
     `name`: one of `RECIPES`. `changes`: other fields of `TrainConfig`, in place of the recipe's;
-    `steps` replace its epochs. The files of the data (`data_options`) and the precision are open.
-    Raises `CompvlError` for an unknown name."""
+    `steps` replace its epochs, and epochs its steps. The files of the data (`data_options`) and the
+    precision are open. Raises `CompvlError` for an unknown name."""
     # Here, because it needs torch, which takes seconds to import; the recipes do not.
     from compvl.train.config import TrainConfig
 
     fields = {**RECIPES[pick(name, RECIPES, "recipe")], **changes}
-    if changes.get("steps"):
-        fields["epochs"] = changes.get("epochs")
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):
+        if changes.get(length):
+            fields[other] = changes.get(other)
     return TrainConfig(**fields)

@@ -90,6 +90,15 @@ def _size(n: float | None) -> str:
     return human(n) if is_known else "size not known"
 
 
+def _about(name: str) -> str:
+    """*about* before the size of a data set where that of a file is only roughly known, else ''."""
+    from compvl.downloads import DATASETS
+
+    files = DATASETS[name].files if name in DATASETS else ()
+    is_rough = any(file.approx for file in files) and all(file.size for file in files)
+    return "about " if is_rough else ""
+
+
 def _status_row(row: dict) -> dict:
     """What a terminal shows of a data set."""
     from compvl.downloads import human
@@ -104,7 +113,7 @@ def _status_row(row: dict) -> dict:
         state=row["state"],
         files=f"{row['found']} of {row['needed']}",
         here=human(row["bytes"]),
-        download=_size(row["size"]),
+        download=_about(row["name"]) + _size(row["size"]),
         next=", ".join(steps),
         licence=row["licence"],
     )
@@ -134,13 +143,14 @@ def _checkpoint_notes(name: str) -> list[str]:
 
 
 def _notes(name: str) -> list[str]:
-    """What is confirmed of a data set or a checkpoint, and what is not."""
+    """What a data set or a checkpoint is, what is confirmed of it, and what is not."""
     from compvl.downloads import DATASETS, confirmed
 
     if name not in DATASETS:
         return []
     data_set = DATASETS[name]
-    notes = [f"{name}: {confirmed(data_set)}{_unknown_sizes(data_set)}."]
+    what = f"{data_set.title}, {data_set.homepage}"
+    notes = [f"{name}: {what}; {confirmed(data_set)}{_unknown_sizes(data_set)}."]
     if data_set.kind == "checkpoint":
         notes += _checkpoint_notes(name)
     return notes
@@ -163,7 +173,8 @@ def _print_instructions(rows: list[dict], root: Path) -> None:
     for row in rows:
         notes += _notes(row["name"])
     if notes:
-        typer.echo("\n  ".join(["\nWhat is confirmed, and what is not:", *notes]))
+        title = "\nWhat each is, what is confirmed, and what is not:"
+        typer.echo("\n  ".join([title, *notes]))
 
 # %% ../../../nbs/lib/app/commands/08_data.ipynb #6e3456e5
 STATUS_EXAMPLE = "Example:  [bold]compvl data status sugarcrepe winoground --data-root data[/]"

@@ -154,6 +154,15 @@ def _checkpoints(
     return [with_weights(checkpoint, pretrained, activation) for checkpoint in found]
 
 
+def _command() -> str:
+    """The command line of this process, under `accelerate launch` too."""
+    command = shlex.join(["compvl", *sys.argv[1:]])
+    if "RANK" not in os.environ:
+        return command
+    processes = os.environ.get("WORLD_SIZE", "1")
+    return f"accelerate launch --num_processes {processes} -m {command}"
+
+
 def _announce(text: str) -> None:
     """Say on stderr what is next."""
     typer.echo(text, err=True)
@@ -273,7 +282,8 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
         Optional[Path],
         typer.Option(
             help="Write a report to this HTML file, with tables, figures, the worst failures and "
-            "attribution; it needs no other file."
+            "attribution; it needs no other file. The model that a run of compvl train started "
+            "from is evaluated too, and the report shows the change."
         ),
     ] = None,
     as_json: Annotated[
@@ -295,7 +305,7 @@ side by side with paired differences. Under `accelerate launch` the processes sh
         split=split,
         n=n,
     )
-    from compvl.app.evaluations import evaluate_checkpoints
+    from compvl.app.evaluations import evaluate_bases, evaluate_checkpoints
     from compvl.core import cache_dir
 
     if "RANK" in os.environ:
@@ -304,17 +314,14 @@ side by side with paired differences. Under `accelerate launch` the processes sh
         device = device or str(Accelerator().device)
     is_first_process = int(os.environ.get("RANK", 0)) == 0
     folders = {} if no_cache else _cache_folders(cache or cache_dir(), keep_pixels)
-    evaluations, failures = evaluate_checkpoints(
-        checkpoints,
-        benchmarks,
-        announce=_announce if is_first_process else None,
-        root=root,
-        device=device,
-        **folders,
-        batch_size=batch_size,
-        skip_damaged=skip_damaged,
-        explain=report is not None,
+    announce = _announce if is_first_process else None
+    options = dict(
+        root=root, device=device, **folders, batch_size=batch_size, skip_damaged=skip_damaged
     )
+    evaluations, failures = evaluate_checkpoints(
+        checkpoints, benchmarks, announce, **options, explain=report is not None
+    )
+    bases = evaluate_bases(evaluations, benchmarks, announce, **options) if report else {}
     if not is_first_process:
         return
     if evaluations:
@@ -323,8 +330,9 @@ side by side with paired differences. Under `accelerate launch` the processes sh
         if report:
             from compvl.app.card import write_card
 
-            command = shlex.join(["compvl", *sys.argv[1:]])
-            write_card(report, evaluations, benchmarks, differences, failures, command)
+            listed = {str(models): models.read_text(encoding="utf-8")} if models else {}
+            arguments = (evaluations, benchmarks, differences, failures, _command(), bases, listed)
+            write_card(report, *arguments)
         if as_json:
             _print_as_json(figures, differences, failures)
         else:

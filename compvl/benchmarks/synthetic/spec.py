@@ -22,6 +22,7 @@ from compvl.benchmarks.synthetic.edited_scenes import (
 )
 from .filling import counterpart_family, fill, scene_stream
 from ...microworld.captions import Caption, places_of, plain_phrase
+from ...microworld.changed_scenes import with_exchange
 from ...microworld.oracle import truth
 from ...microworld.sampling import RADII
 from ...microworld.scenes import Scene, split_of
@@ -93,6 +94,25 @@ def _sizes(request: Request) -> Iterator[SceneSet]:
     return _kept(request, _all_sizes(request))
 
 
+def _all_pairs_of_sizes(request: Request) -> Iterator[SceneSet]:
+    """*a small ball and a large cup*, *a large ball and a small cup*."""
+    for scene in scene_stream(request):
+        if scene.relation >= 0:
+            continue
+        for pair in itertools.combinations(range(len(scene.objects)), 2):
+            first, second = (scene.objects[i] for i in pair)
+            if {first.size, second.size} != {1, 2} or first.object == second.object:
+                continue
+            made = (scene, with_exchange(scene, *pair, ("size", "r")))
+            phrases = [tuple(plain_phrase(s, i, ("size",), "a") for i in pair) for s in made]
+            yield SceneSet(made, tuple(Caption(both).text for both in phrases))
+
+
+def _pairs_of_sizes(request: Request) -> Iterator[SceneSet]:
+    """The sets of `_all_pairs_of_sizes` that belong to the split."""
+    return _kept(request, _all_pairs_of_sizes(request))
+
+
 def _places(request: Request) -> Iterator[SceneSet]:
     """The sets of `_all_places` that belong to the split."""
     return _kept(request, _all_places(request))
@@ -154,6 +174,7 @@ def _numbers(request: Request) -> Iterator[SceneSet]:
 # %% ../../../nbs/lib/benchmarks/synthetic/23_spec.ipynb #dbfd1982
 _STREAMS = {
     "absolute-size": _sizes,
+    "relative-size": _pairs_of_sizes,
     "absolute-spatial": _places,
     "relative-spatial": _directions,
     "existence": _presence,
