@@ -7,6 +7,7 @@ __all__ = ['Pieces', 'open_pieces']
 
 # %% ../../nbs/lib/paper/10b_pieces.ipynb #6b98efb7
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -47,6 +48,12 @@ class Pieces(Kept):
         """Metrics by step of a run; None where it was not made."""
         file = self.file(config)
         return pd.read_csv(file) if file.exists() else None
+
+    def has_scores(self, config: AnyConfig, benchmarks: Iterable[Benchmark]) -> bool:
+        """Whether the scores of a run on all of the benchmarks are there."""
+        run = Deferred(None, config_name(config), "")
+        files = [self.folder / f"{self.key(run, each, False)}.json" for each in benchmarks]
+        return all(file.exists() for file in files)
 
 
 def open_pieces() -> Pieces | None:
