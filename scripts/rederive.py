@@ -38,7 +38,7 @@ ITEMS = """row_models seed_models learning_curves examples turned turned_counts 
     sheet scenes train train_towers identifiability dependent_identifiability
     trained_readers ship_base ship_matcher train_matcher
     ship_captioner train_captioner save_figure
-    text_similarities case_study load_train_data search_weights""".split()
+    text_similarities case_study load_train_data search_weights parts_table""".split()
 
 
 class NotStored(Exception):
@@ -102,6 +102,11 @@ class Stored:
     def summary(self):
         return self._summary
 
+    @property
+    def scores(self):
+        """The rows that have scores, without these."""
+        return dict.fromkeys(self._summary.method)
+
     def check(self):
         pass
 
@@ -144,6 +149,16 @@ class Kept:
                         f"{figures[at]:.4f} for {', '.join(at)}"
                     )
         return found
+
+    def rarity_finding(self, parts, id, claim, *_) -> dict:
+        """The kept finding of this id and claim. Raises NotStored where there is none."""
+        for table in self.tables.values():
+            if "id" not in table:
+                continue
+            row = table[(table.id == id) & (table.claim == claim)]
+            if len(row):
+                return row.iloc[0].to_dict()
+        raise NotStored
 
     def comparisons(self, res, pairs, columns):
         label = {r.key: r.label for r in res.rows}
@@ -337,6 +352,8 @@ class Again:
             results=lambda rows, _, p, out, name, *a, **k: Stored(folder, name, rows, p),
             evaluate_claims=self.kept.evaluate_claims,
             comparisons=self.kept.comparisons,
+            rarity_parts=lambda res: {},
+            rarity_finding=self.kept.rarity_finding,
         )
 
     def swap(self):
