@@ -58,7 +58,7 @@ from compvl.text.tokens import token_masks
 
 N_DRAWS = 40
 N_SCORE_DRAWS = 30  # of all scores, which take more than a second each
-N_SEED_DRAWS = 10  # of the scores of three training seeds
+N_SEED_DRAWS = 6  # of the scores of three training seeds
 N_BOOT = 500
 PROFILE = replace(PROFILES["smoke"], n_items=120, n_retrieval=60, n_classification=120, n_kind=30)
 EFFECTS = [statement for statement in STATEMENTS.values() if statement.kind == "effect"]
