@@ -109,9 +109,10 @@ class Store:
         runs = self._runs(number)
         # rows that are only evaluated have one seed, whatever the profile
         seeds = [len({row["seed"] for row in result["rows"]}) for result in results]
-        commits = {run["commit"] for run in runs}
+        # times may have been kept from another run than the results
+        commits = {result["environment"]["commit"] for result in results}
         if not commits:
-            commits = {result["environment"]["commit"] for result in results}
+            commits = {run["commit"] for run in runs}
         return dict(
             notebook=runs[0]["name"] if runs else number,
             results="this reproduction" if here else "committed",

@@ -21,7 +21,7 @@ from .evidence import CLAIM_VERDICTS
 from .html_tables import Html
 from .ledger import BY_CONSTRUCTION, PAPER_TITLES, difference_text
 from .published import published
-from ..plotting import GREEN, ORANGE, SKY, VERMILLION, style
+from ..plotting import BLUE, GREEN, ORANGE, SKY, VERMILLION, style
 from compvl.stats import (
     LARGER,
     NO_EFFECT,
@@ -72,7 +72,7 @@ def statement_notebooks() -> dict[str, str]:
 VERDICT_LOOK = {  # color and mark
     REPRODUCED: (GREEN, "✓"),
     SMALLER: (SKY, "<"),
-    LARGER: (SKY, ">"),
+    LARGER: (BLUE, ">"),
     TOO_WIDE: ("#777777", "?"),
     NO_EFFECT: (ORANGE, "0"),
     OPPOSITE: (VERMILLION, "✗"),
@@ -251,7 +251,7 @@ def _scale_axis(axes, farthest: float, limit: float) -> None:
     axes.set_xticks(marks, names)
     axes.minorticks_off()
     axes.set_xlim(-end, end)
-    axes.set_xlabel("difference, points of percent or hundredths, with 95 % interval")
+    axes.set_xlabel("difference (percentage points; scores times 100), with 95 % interval")
 
 
 def _scale_nats(axes, farthest: float) -> None:
