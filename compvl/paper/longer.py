@@ -82,7 +82,7 @@ def side_by_side(short: pd.DataFrame, long: pd.DataFrame) -> pd.DataFrame:
     verdict (of `long`)."""
     there = long[["id", "measured", "verdict"]]
     there = there.rename(columns={"measured": "longer", "verdict": "longer verdict"})
-    both = short.merge(there, on="id")
+    both = short.drop(columns="published").merge(there, on="id")
     both = both.rename(columns={"short": "statement", "published_range": "published"})
     columns = "paper id statement published measured verdict longer".split()
     return both[[*columns, "longer verdict"]]
