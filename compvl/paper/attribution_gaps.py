@@ -144,9 +144,7 @@ def attribution_distributions(
 # %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #7ef93399
 def _quotient(a: np.ndarray, b: np.ndarray, n_boot: int = 1000) -> Figure:
     """Quotient of the means of a and b ([seeds, items], NaN left out), resampled over both."""
-    a = _mean_of_counted(a, n_boot)
-    b = _mean_of_counted(b, n_boot)
-    return Figure(a.value / b.value, a.boot / b.boot)
+    return _mean_of_counted(a, n_boot) / _mean_of_counted(b, n_boot)
 
 # %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #258a3a81
 _BAR = 0.36  # width

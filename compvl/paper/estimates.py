@@ -20,7 +20,7 @@ from ..stats import equality_verdict, seed_bootstrap, verdict
 class Figure:
     """A figure and its resampled values.
 
-    Figures of the same items subtract as pairs, and a number times a figure is a figure.
+    Figures of the same items subtract and divide as pairs, and a number times a figure is a figure.
     """
 
     value: float
@@ -42,6 +42,9 @@ class Figure:
     def __rmul__(self, k: float) -> "Figure":
         return Figure(k * self.value, k * self.boot)
 
+    def __truediv__(self, other: "Figure") -> "Figure":
+        return Figure(self.value / other.value, self.boot / other.boot)
+
     def __str__(self) -> str:
         return f"{self.value:.2f} [{self.lo:.2f}, {self.hi:.2f}]"
 
@@ -53,9 +56,7 @@ def figure(x, n_boot: int = 1000) -> Figure:
 
 def ratio(a, b, n_boot: int = 1000) -> Figure:
     """mean(a) / mean(b) of the same items and seeds, resampled together."""
-    a = figure(a, n_boot)
-    b = figure(b, n_boot)
-    return Figure(a.value / b.value, a.boot / b.boot)
+    return figure(a, n_boot) / figure(b, n_boot)
 
 # %% ../../nbs/lib/paper/20d_estimates.ipynb #9c93a7dd
 def figure_table(figures: Mapping[tuple, Figure], names: Sequence[str]) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from .columns import METRIC_TITLES
 from .looks import look, short
 from .results import Results
 from .rows import ROWS
-from .synonyms import parts_table
+from .synonyms import parts_table, triplet_parts
 from ..plotting import light_grid, style, subplots
 from ..stats import resampled_difference, seed_bootstrap, verdict
 
@@ -42,13 +42,7 @@ def has_rare_negative(item: Triplet) -> bool:
 def rarity_parts(res: Results) -> dict[str, Results]:
     """The results on REPLACE's items with a common new word in the hard negative (`common`), and
     on those with a rare one (`rare`)."""
-
-    def part(rare: bool) -> Results:
-        return res.restricted(
-            lambda item: isinstance(item, Triplet) and has_rare_negative(item) == rare
-        )
-
-    return {"common": part(False), "rare": part(True)}
+    return triplet_parts(res, has_rare_negative, ("common", "rare"))
 
 # %% ../../nbs/lib/paper/11i_rare_negatives.ipynb #aba62312
 _PARTS = {"replace-relations": "relations", "replace-attributes": "attributes"}

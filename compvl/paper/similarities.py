@@ -15,9 +15,9 @@ import pandas as pd
 from ..benchmarks.items import Benchmark, Pair, Triplet
 from ..core import CompvlError
 from ..evaluate.scorers import scorer_of
+from .estimates import figure
 from .panels import by_title, look_of_label, panels
 from ..plotting import style
-from ..stats import seed_bootstrap
 from ..text.parser import parse_many
 
 # %% ../../nbs/lib/paper/19d_similarities.ipynb #c73ed6ce
@@ -115,8 +115,8 @@ def _by_caption(table: pd.DataFrame, kind: str) -> pd.DataFrame:
 
 def _mean_change(change: np.ndarray, n_boot: int) -> tuple[float, float, float, int]:
     """Mean of [seeds, captions] with its 95 % interval, for which both are resampled, and n."""
-    value, boot = seed_bootstrap([change], n_boot=n_boot)
-    return (value, *map(float, np.quantile(boot, [0.025, 0.975])), change.shape[1])
+    found = figure(change, n_boot)
+    return found.value, found.lo, found.hi, change.shape[1]
 
 
 def _phrase_change(table: pd.DataFrame, before: pd.DataFrame, kind: str) -> pd.DataFrame:
