@@ -27,7 +27,7 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --path nbs/lib --n_workers 2 --do_print --timing
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --path nbs/guide --n_workers 2 --do_print
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && OMP_NUM_THREADS=1 COMPVL_RUNS="$$tmp/runs" $(BIN)/python -m compvl reproduce --profile smoke --out "$$tmp/out"
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile tests
 
 bench: $(STAMP)
 	$(BIN)/python -m compvl bench $(BENCH)

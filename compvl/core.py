@@ -28,7 +28,7 @@ from typing import Any
 # %% auto #0
 __all__ = ['CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir', 'cache_dir',
            'atomic_write', 'write_json', 'read_json', 'iter_jsonl', 'read_jsonl', 'read_csv', 'config_hash',
-           'seed_everything', 'git_commit', 'cores', 'environment', 'release_memory', 'require']
+           'seed_everything', 'git_commit', 'cores', 'environment', 'release_memory', 'kept_objects', 'require']
 
 # %% ../nbs/lib/01_core.ipynb #7297f029
 # tqdm asks for ipywidgets, which nothing here needs
@@ -330,6 +330,19 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim:
         trim(0)
+
+# %% ../nbs/lib/01_core.ipynb #3c327c49
+@contextmanager
+def kept_objects() -> Iterator[None]:
+    """Until the end of the block, no garbage is looked for among the objects that exist now.
+
+    Python's `gc.freeze`: an object that the block releases is freed, unless it is in a cycle."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 # %% ../nbs/lib/01_core.ipynb #c5946c6a
 def require(module: str, extra: str) -> Any:

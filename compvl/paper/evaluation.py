@@ -22,6 +22,7 @@ from compvl.core import (
     config_hash,
     environment,
     git_commit,
+    kept_objects,
     release_memory,
     write_json,
 )
@@ -234,14 +235,15 @@ def results(
     todo = _rows_and_seeds(rows, profile) if found else []
     screen = Screen() if progress else None
     steps = {(row.key, seed): steps_of(row, profile, seed) for row, seed in todo}
-    with tqdm(
+    bar = tqdm(
         total=sum(steps.values()) or None,
         unit="step",
         ncols=110,
         file=screen,
         disable=not progress,
         leave=False,
-    ) as bar:
+    )
+    with bar, kept_objects():
         _evaluate_rows(res, todo, steps, out, name, bar)
     if progress:
         done = f"{len(todo) - len(res.problems)} of {len(todo)} models and bounds"
