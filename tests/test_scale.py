@@ -447,6 +447,34 @@ def test_low_rank_run(tmp_path):
     assert resumed.model.fingerprint() == run.model.fingerprint()
 
 
+@pytest.mark.parametrize("tower", ["image", "text"])
+@pytest.mark.parametrize("options", [{}, dict(lora_rank=2), dict(chunk_size=4)], ids=str)
+def test_a_frozen_tower_keeps_its_weights(tmp_path, tower, options):
+    config = config_with(frozen=tower, **options)
+    start = random_model()
+    run = quiet_train(config, tmp_path, model=start)
+    before = start.clip.state_dict()
+    after = run.model.clip.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    in_image_tower = {name.startswith("visual.") for name in changed - {"logit_scale"}}
+    assert in_image_tower == {tower == "text"}
+    assert run.config["frozen"] == [tower]
+    both = quiet_train(replace(config, frozen=()), tmp_path, model=start)
+    assert "frozen" not in both.config
+    assert both.folder.name != run.folder.name
+
+
+def test_a_frozen_tower_keeps_its_batch_statistics():
+    model = create_model("RN50", device="cpu")
+    clip = model.clip
+    towers = Towers(model, frozen=["image"]).train()
+    norms = [module for module in clip.visual.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert len(norms) > 50
+    assert not any(norm.training for norm in norms)
+    assert clip.transformer.training
+    assert not towers.eval().clip.transformer.training
+
+
 def svlc_name(name):
     """The name in a checkpoint of SVLC's code for a parameter of a model with updates."""
     for ours, theirs in {

@@ -294,6 +294,10 @@ def test_infinite_loss_keeps_the_checkpoint(tmp_path):
         (dict(method="cae", attribution="shapley"), "shapley.*gradcam"),
         (dict(weights={"hinge": 1.0}), "hinge.*itc"),
         (dict(weights={"hn": 1.0}), "w_hn"),
+        (dict(frozen="vision"), "vision.*image"),
+        (dict(frozen=("image", "text")), "both towers"),
+        (dict(method="cae", attribution="attention", frozen="text"), "L_attr"),
+        (dict(method="sds-clip", frozen="image"), "L_SDS"),
     ],
     ids=str,
 )

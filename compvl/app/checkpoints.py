@@ -116,9 +116,15 @@ def read_checkpoints(path: str | Path) -> list[Checkpoint]:
 
 # %% ../../nbs/lib/app/06a_checkpoints.ipynb #47d6b3d2
 def base_of(checkpoint: Checkpoint) -> Checkpoint | None:
-    """The model that a run of `compvl.train` started from, by the config.json beside its weights.
+    """The model that a checkpoint was finetuned from: by the zoo, and for a run of `compvl.train`
+    by the config.json beside its weights.
 
-    None where the weights are no run's, and for a run from random weights."""
+    None where neither knows it, and for a run from random weights."""
+    from compvl.models.releases import ZOO
+
+    entry = ZOO.get(checkpoint.name.lower())
+    if entry:
+        return Checkpoint(entry.base) if entry.base else None
     path = Path(checkpoint.weights or "")
     config_path = (path if path.is_dir() else path.parent) / "config.json"
     if not checkpoint.weights or not config_path.is_file():

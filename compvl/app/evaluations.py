@@ -20,7 +20,9 @@ from ..core import CompvlError
 from ..evaluate.engine import evaluate
 from ..evaluate.parallel import processes, together
 from ..evaluate.scorers import scorer_of
+from ..models.releases import ZOO
 from ..models.weights import activation
+from ..models.zoo import has_weights
 from ..paper.kinds import kind_shares
 
 # %% auto #0
@@ -214,14 +216,20 @@ def evaluate_bases(
 ) -> dict[str, Evaluated | str]:
     """{title: evaluation of the model that it was finetuned from, or why there is none}.
 
-    Models whose base is not known (`base_of`) are left out."""
+    Models whose base is not known (`base_of`) are left out. A base of the zoo is not fetched."""
     known = list(evaluations)
+    root = options.get("root")
     found = {}
     for evaluation in evaluations:
         base = base_of(evaluation.checkpoint)
         if base is None:
             continue
         same = [each for each in known if is_same(each.checkpoint, base)]
+        if not same and base.name in ZOO and not has_weights(base.name, root):
+            same = [
+                f"the weights of {base.title} are not on this machine. Evaluate it beside the "
+                "model, and they are fetched"
+            ]
         if not same:
             if announce:
                 announce(f"the base of {evaluation.title}: {base.title}")

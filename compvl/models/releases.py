@@ -29,6 +29,7 @@ class ZooEntry:
     formats: tuple[str, ...] = ()  # how the weights are stored
     activation: str = "quick_gelu"  # what it was trained with
     published_activation: str = ""  # what the published figures used, where that differs
+    base: str = ""  # name of the zoo's model that it was finetuned from
     homepage: str = ""
     licence: str = ""
     dataset: str = ""  # name in `compvl.downloads`
@@ -51,6 +52,11 @@ def zoo_entry(entry: ZooEntry):
 
 # %% ../../nbs/lib/models/08_releases.ipynb #5bd3ce1e
 _TABLE = "Architecture, weights and activation are those of open_clip's table of pretrained models."
+_OPENAI_BASES = {  # architecture -> name
+    "ViT-B-32": "clip-vit-b-32",
+    "ViT-B-16": "clip-vit-b-16",
+    "ViT-L-14": "clip-vit-l-14",
+}
 _OPENAI = [
     ("clip-rn50", "CLIP RN50", "RN50"),
     ("clip-rn101", "CLIP RN101", "RN101"),
@@ -248,7 +254,7 @@ def _finetuned(
     architecture: str = "ViT-B-32",
     published_activation: str = "gelu",
 ):
-    """Register a finetuned CLIP as a data set and as a model."""
+    """Register a CLIP finetuned from OpenAI's weights, as a data set and as a model."""
     place = f"checkpoints/{name}/{file}"
     dataset(
         Dataset(
@@ -269,6 +275,7 @@ def _finetuned(
             file=file,
             formats=formats,
             published_activation=published_activation,
+            base=_OPENAI_BASES[architecture],
             homepage=homepage,
             licence=licence,
             dataset=name,
@@ -564,19 +571,21 @@ _finetuned(
     published_activation="",
 )
 
-for _name, _row, _repository in [
-    ("clic", "CLIC, CogVLM", "CLIC-ViT-B-32-224-CogVLM"),
-    ("clic-redcaps", "CLIC, PixelProse", "CLIC-ViT-B-32-224-PixPr-RedCaps"),
-    ("clic-vit-b-16", "CLIC ViT-B/16, CogVLM", "CLIC-ViT-B-16-224-CogVLM"),
-    ("clic-vit-l-14", "CLIC ViT-L/14, CogVLM", "CLIC-ViT-L-14-224-CogVLM"),
+for _name, _row, _architecture, _data in [
+    ("clic", "CLIC, CogVLM", "ViT-B-32", "CogVLM"),
+    ("clic-redcaps", "CLIC, PixelProse", "ViT-B-32", "PixPr-RedCaps"),
+    ("clic-vit-b-16", "CLIC ViT-B/16, CogVLM", "ViT-B-16", "CogVLM"),
+    ("clic-vit-l-14", "CLIC ViT-L/14, CogVLM", "ViT-L-14", "CogVLM"),
 ]:
+    _repository = f"nmndeep/CLIC-{_architecture}-224-{_data}"
     zoo_entry(
         ZooEntry(
             _name,
             _row,
-            f"hf-hub:nmndeep/{_repository}",
+            f"hf-hub:{_repository}",
             formats=("open_clip repository",),
-            homepage=f"https://huggingface.co/nmndeep/{_repository}",
+            base=_OPENAI_BASES[_architecture],
+            homepage=f"https://huggingface.co/{_repository}",
             licence="not stated",
             confirmed=(
                 "The code opens it as hf-hub:nmndeep/… with open_clip (models.py); it was trained "

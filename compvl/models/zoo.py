@@ -137,9 +137,9 @@ def zoo_table(root=None) -> pd.DataFrame:
     """One row a model of the zoo. Looks at the disk only.
 
     Columns: `name`, `row` (label in the papers' tables), `architecture`, `weights` (tag, file or
-    hub id), `activation`, `published_activation`, `state` (present or absent, as for
-    `has_weights`), `licence`, `homepage`, `get` (how), `confirmed` (what public sources say),
-    `note` (what is inferred or not known)."""
+    hub id), `activation`, `published_activation`, `base` (what it was finetuned from), `state`
+    (present or absent, as for `has_weights`), `licence`, `homepage`, `get` (how), `confirmed` (what
+    public sources say), `note` (what is inferred or not known)."""
     rows = []
     for entry in ZOO.values():
         rows.append(
@@ -150,6 +150,7 @@ def zoo_table(root=None) -> pd.DataFrame:
                 "weights": entry.tag or entry.hub or entry.file,
                 "activation": entry.activation,
                 "published_activation": entry.published_activation,
+                "base": entry.base,
                 "state": "present" if _is_present(entry, root) else "absent",
                 "licence": entry.licence,
                 "homepage": entry.homepage,

@@ -46,10 +46,12 @@ def comparisons(
 def carried(
     known: Results,
     new: Results,  # on other items
-    pair: tuple[str, str],  # keys of two rows: the gain is that of the second over the first
+    pair: tuple[str | None, str],  # keys of two rows: the gain is that of the second over the first
     figure: tuple[str, str, str],  # benchmark, group, metric
 ) -> dict:
     """The gain in two results, `known` and `new`, and their difference `diff`.
+
+    Without a first row, the figure of the second takes the place of its gain.
 
     Each has its 95 % interval: `known_lo`, …, `lo`, `hi`. Rows are paired by item, the two sets of
     items are independent, and seeds are resampled together. Raises KeyError for a figure that is
@@ -59,14 +61,17 @@ def carried(
     found = {}
     gains = []
     for name, res in dict(known=known, new=new).items():
-        difference = res.difference((first, *figure), (second, *figure))
-        before, weights = res.weighted(first, *figure)
-        after, _ = res.weighted(second, *figure)
-        gain = [b - a for a, b in zip(before, after, strict=True)]
+        terms = [(1, (second, *figure))]
+        gain, weights = res.weighted(second, *figure)
+        if first:
+            terms.append((-1, (first, *figure)))
+            before, _ = res.weighted(first, *figure)
+            gain = [b - a for a, b in zip(before, gain, strict=True)]
         gains.append((gain, weights))
-        found[name] = difference["diff"]
-        found[f"{name}_lo"] = difference["lo"]
-        found[f"{name}_hi"] = difference["hi"]
+        contrast = res.contrast(terms)
+        found[name] = contrast["diff"]
+        found[f"{name}_lo"] = contrast["lo"]
+        found[f"{name}_hi"] = contrast["hi"]
     (known_gain, known_weights), (new_gain, new_weights) = gains
     weights = [*new_weights, *(-weight for weight in known_weights)]
     n_boot = max(1000, known.profile.n_boot)

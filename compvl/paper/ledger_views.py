@@ -186,11 +186,10 @@ def shown_items(
     return by_paper(shown, "item")
 
 # %% ../../nbs/lib/paper/19b_ledger_views.ipynb #04ce6ba7
-_FEW = 5  # statements with fewer tests have larger marks
 _NO_DATA_TEXT = "#888888"
 
 
-def _draw_test(axes, test, y: float, height: float, few: bool) -> None:
+def _draw_test(axes, test, y: float, height: float) -> None:
     """One test: what it could have detected, its interval, and the published difference."""
     color, _ = VERDICT_LOOK[test.verdict]
     found = detectable(test.lo, test.hi)
@@ -199,11 +198,10 @@ def _draw_test(axes, test, y: float, height: float, few: bool) -> None:
         half = test.published / 2
         options = dict(fill=False, ec="#888888", lw=0.6, zorder=1.5)
         axes.barh(y, 3 * half, 0.8 * height, half, **options)  # from half to twice
-    axes.plot([test.lo, test.hi], [y, y], color=color, lw=1.4 if few else 1, zorder=2)
-    axes.plot(test.difference, y, "o", color=color, ms=5 if few else 3.2, zorder=3)
+    axes.plot([test.lo, test.hi], [y, y], color=color, lw=1.2, zorder=2)
+    axes.plot(test.difference, y, "o", color=color, ms=4.2, zorder=3)
     if not np.isnan(test.published):
-        size = 4.5 if few else 3
-        look = dict(mfc="none", mec="#222222", ms=size, mew=0.8, zorder=4)
+        look = dict(mfc="none", mec="#222222", ms=4, mew=0.8, zorder=4)
         axes.plot(test.published, y, "D", **look)
 
 
@@ -217,7 +215,7 @@ def _draw_statements(axes, ledger: pd.DataFrame, tests: dict, heights: list[floa
             axes.axhspan(y, y + height, color="#f5f5f5", lw=0, zorder=0)
         for j, test in enumerate(found):
             share = height / len(found)
-            _draw_test(axes, test, y + share * (j + 0.5), share, len(found) < _FEW)
+            _draw_test(axes, test, y + share * (j + 0.5), share)
         if not found:
             middle = y + height / 2
             axes.text(0, middle, "  no data", va="center", fontsize=8, color=_NO_DATA_TEXT)
@@ -275,8 +273,8 @@ def _legend(figure) -> None:
 
 # %% ../../nbs/lib/paper/19b_ledger_views.ipynb #90e9b3ff
 def _heights(rows: pd.DataFrame, tests: dict) -> list[float]:
-    """The height of each statement, by its number of tests."""
-    return [max(1.0, 0.17 * len(tests.get(id, ()))) for id in rows.id]
+    """The height of each statement: a line of text, or as much as its tests need, side by side."""
+    return [max(1.0, 0.45 * len(tests.get(id, ()))) for id in rows.id]
 
 
 def _draw_panel(axes, rows: pd.DataFrame, tests: dict, limit: float) -> None:

@@ -13,12 +13,13 @@ from ..benchmarks.items import Triplet
 from ..microworld.evaluation_sets import RARE_SHARES
 from ..microworld.vocabulary import ATTRIBUTES, lexicon
 from .columns import METRIC_TITLES
+from .comparisons import carried
 from .looks import look, short
 from .results import Results
 from .rows import ROWS
 from .synonyms import parts_table, triplet_parts
 from ..plotting import light_grid, style, subplots
-from ..stats import resampled_difference, seed_bootstrap, verdict
+from ..stats import verdict
 
 # %% ../../nbs/lib/paper/11i_rare_negatives.ipynb #d31e3884
 @cache
@@ -123,29 +124,16 @@ def rarity_finding(
     `id, claim, a, b, difference, lo, hi, published, verdict`, as of `compvl.paper.estimates`. Rows
     are paired by item; the two parts have different items. Raises KeyError for a row that is not
     there."""
-    values = []
-    weights = []
-    means = {}
-    for name, part_sign in (("common", -1), ("rare", 1)):
-        part = parts[name]
-        of_part, weights_of_part = part.weighted(key, "replace", "macro", metric)
-        if control:
-            of_control, _ = part.weighted(control, "replace", "macro", metric)
-            pairs = zip(of_part, of_control, strict=True)
-            of_part = [value - before for value, before in pairs]
-        means[name], _ = seed_bootstrap(of_part, weights_of_part, 1)
-        values += of_part
-        weights += [part_sign * weight for weight in weights_of_part]
-    difference, boot = seed_bootstrap(values, weights, max(1000, parts["rare"].profile.n_boot))
-    lo, hi, _ = resampled_difference(boot)
+    figure = ("replace", "macro", metric)
+    found = carried(parts["common"], parts["rare"], (control, key), figure)
     return dict(
         id=id,
         claim=claim,
-        a=means["common"],
-        b=means["rare"],
-        difference=difference,
-        lo=lo,
-        hi=hi,
+        a=found["known"],
+        b=found["new"],
+        difference=found["diff"],
+        lo=found["lo"],
+        hi=found["hi"],
         published=float("nan"),
-        verdict=verdict(lo, hi, sign),
+        verdict=verdict(found["lo"], found["hi"], sign),
     )

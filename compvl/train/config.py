@@ -177,6 +177,7 @@ class TrainConfig:
     log_every: int = 10  # steps
     lora_rank: int | None = None  # train low-rank updates of weight matrices only (`add_lora`)
     lora_alpha: float = 1.0  # updates are scaled by alpha / rank; SVLC has rank 4, alpha 1
+    frozen: tuple = ()  # towers that are not trained: 'image' (as in LiT and CLIC) or 'text'
 
     # How the run is computed.
     chunk_size: int | None = None  # items a process encodes at once; None: its whole batch
@@ -198,8 +199,12 @@ class TrainConfig:
         pick(self.precision, ("auto", "fp32", "bf16", "fp16"), "precision")
         if isinstance(self.trackers, str):
             object.__setattr__(self, "trackers", (self.trackers,))
-        for name in ("kinds", "betas", "trackers", "validate_on"):
+        if isinstance(self.frozen, str):
+            object.__setattr__(self, "frozen", (self.frozen,))
+        for name in ("kinds", "betas", "frozen", "trackers", "validate_on"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for tower in self.frozen:
+            pick(tower, ("image", "text"), "tower to freeze")
         for tracker in self.trackers:
             pick(tracker, LOGGER_TYPE_TO_CLASS, "tracker")
         check_terms(self)
@@ -267,6 +272,12 @@ def check_combinations(config: TrainConfig):
             f"compile does not go with L_attr by {config.attribution}, which needs second "
             "derivatives: leave it out, or take perturbation"
         )
+    if len(set(config.frozen)) == 2:
+        raise CompvlError("nothing is trained with both towers frozen: name one of them")
+    if "text" in config.frozen and may_need(config, "attribution"):
+        raise CompvlError("L_attr is about the text tower, which is frozen: leave one of them out")
+    if "image" in config.frozen and may_need(config, "diffusion"):
+        raise CompvlError("L_SDS is about the image tower, which is frozen: leave one of them out")
     if may_need(config, "bags") and may_need(config, "units"):
         raise CompvlError(
             "bags of captions and units of captions take the same place in a batch: train with "

@@ -76,7 +76,7 @@ class Trainer:
         set_up_clip(model, config, words)
         self.data = data
         self.collate = Collate(model, config, words)
-        self.bare = Towers(model, teacher).train()
+        self.bare = Towers(model, teacher, config.frozen).train()
         self.towers, self.optimizer = accelerator.prepare(
             self.bare, make_optimizer(model, config, self.bare.head)
         )

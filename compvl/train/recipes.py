@@ -209,15 +209,16 @@ RECIPES["read-clip"] = dict(
 # losses.py. On a million images of LAION with CogVLM's captions. Its warm-up is a fifth of the run,
 # from a tenth of the rate: 250 steps for a million images, from 0 here. Its cosine ends at a
 # hundredth of the rate, and here at 0.
-# The image tower is frozen there, and trained here: `TrainConfig` cannot freeze it. Steps with
-# these weights take turns with steps of the plain contrastive loss there. A caption has four
-# positives there, all of which are contrasted with images and with the hard negative; here it is
-# the caption alone, as its first positive. The distance is between a caption and its second one.
+# The image tower is frozen. Steps with these weights take turns with steps of the plain contrastive
+# loss there. A caption has four positives there, all of which are contrasted with images and with
+# the hard negative; here it is the caption alone, as its first positive. The distance is between a
+# caption and its second one.
 # Not confirmed: how many of the million images could be downloaded.
 RECIPES["clic"] = dict(
     method="hn+hp-distance",
     w_itc=0.5,
     w_hn=0.5,
+    frozen=("image",),
     **START,
     data="webdataset",
     epochs=1,
@@ -231,8 +232,9 @@ RECIPES["clic"] = dict(
 # %% ../../nbs/lib/train/03_recipes.ipynb #a6accff3
 # google-research/big_vision: big_vision/configs/proj/image_text/siglip_lit_coco.py. On COCO, 5,000
 # steps, the image tower (ViT-B/16) frozen and the text tower a BERT; s and b begin at 10 and -2.71.
-# Here, both towers are open_clip's, are trained, and s and b begin as open_clip has them: take a
-# lower rate for a pretrained model. betas and eps are the defaults of optax's scale_by_adam.
+# Here, both towers have random weights and are trained, and s and b begin as open_clip has
+# them. For a pretrained model, take a lower rate or frozen="image". betas and eps are the defaults
+# of optax's scale_by_adam.
 # Not found: a configuration of the released models' pretraining.
 RECIPES["siglip"] = dict(
     method="sigmoid",

@@ -70,6 +70,8 @@ def unused_fields(config) -> list[str]:
         unused += ["w_sds", "teacher"]
     if not config.alternatives:
         unused += ["alternatives"]
+    if not config.frozen:
+        unused += ["frozen"]
     if not any(config.weights.values()):
         unused += ["weights"]
     return unused

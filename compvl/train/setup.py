@@ -22,6 +22,7 @@ from ..core import CompvlError, seed_everything
 from ..data.loading import load_train_data
 from ..models.clip import Model, create_model
 from ..models.diffusion import Diffusion, load_diffusion
+from ..models.towers import freeze_tower
 from .config import TrainConfig
 from .lora import add_lora, merge_lora
 from .sds import trainable_layernorms
@@ -106,6 +107,8 @@ def set_up_clip(model: Model, config: TrainConfig, words: Sequence[str] | None =
         add_lora(clip, config.lora_rank, config.lora_alpha, config.seed)
     if "diffusion" in needed(config):
         trainable_layernorms(clip)
+    for tower in config.frozen:
+        freeze_tower(clip, tower)
     bias = getattr(clip, "logit_bias", None)
     if bias is not None and "logit_bias" not in needed(config):
         bias.requires_grad_(False)

@@ -8,6 +8,7 @@ __all__ = ['attention_kernel', 'Towers', 'attribution_of', 'text_pass_of', 'spre
 
 # %% ../../nbs/lib/train/07_step.ipynb #5264350e
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -19,6 +20,7 @@ from ..attribution.tokens import text_attribution
 from ..losses import count_rows
 from ..models.clip import Model
 from ..models.diffusion import Diffusion
+from ..models.towers import tower_modules
 from .config import TrainConfig
 from .sds import sds_head, sds_loss
 from compvl.train.terms import (
@@ -44,9 +46,10 @@ class Towers(nn.Module):
     """The forward pass of all that a step needs.
 
     With a `teacher`, `head` maps image features to its images, and is trained. The teacher is not
-    a part of the module."""
+    a part of the module. Of `frozen` towers ('image', 'text'), batch normalisation and dropout
+    stay as in evaluation."""
 
-    def __init__(self, model: Model, teacher: Diffusion | None = None):
+    def __init__(self, model: Model, teacher: Diffusion | None = None, frozen: Sequence[str] = ()):
         super().__init__()
         self.clip = model.clip
         self.model = model
@@ -54,6 +57,15 @@ class Towers(nn.Module):
         self.head = None
         if teacher:
             self.head = sds_head(teacher, model.clip.visual.output_dim).to(model.device)
+        self.frozen = frozen
+
+    def train(self, mode: bool = True) -> "Towers":
+        """Change to training or evaluation, all but the frozen towers."""
+        super().train(mode)
+        for tower in self.frozen:
+            for module in tower_modules(self.clip, tower):
+                module.eval()
+        return self
 
     def forward(
         self,
