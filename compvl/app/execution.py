@@ -76,10 +76,11 @@ def _run(path: Path, profile: str, parameters: dict, out: Path, console, left) -
     record_path(out, path.stem).unlink(missing_ok=True)  # no record until this execution ends
     prepared = papermill.execute_notebook(path, target, parameters=parameters, prepare_only=True)
     progress = out / "notebooks" / f".{path.stem}.progress"
-    # The kernel inherits both. Captions have hundreds of shapes: their compiled matrix products
-    # would take some 300 MB.
+    # The kernel inherits all of them. Captions have hundreds of shapes: compiled matrix products,
+    # and what torch keeps with them, would take some 300 MB, and more with each training run.
     os.environ["COMPVL_PROGRESS"] = str(progress)
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
     with Monitor(console, path.stem, prepared.cells, progress, left) as monitor:
         status, error = _execute(path, target, parameters, out, monitor)
     outputs = _new_outputs(out, path.name, before)
