@@ -151,6 +151,7 @@ def environment_of(device, threads: int) -> dict:
     if device == "cpu":
         environment.setdefault("OMP_NUM_THREADS", str(threads))
         environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+        environment.setdefault("LRU_CACHE_CAPACITY", "32")
         environment.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
         return environment
     index = str(device).removeprefix("cuda:")
