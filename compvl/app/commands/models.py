@@ -19,7 +19,7 @@ __all__ = ['MODELS_EXAMPLE', 'models_command']
 # %% ../../../nbs/lib/app/commands/04_models.ipynb #4eb44f97
 def _described(row: dict) -> str:
     """All that is known of a model of the zoo, a wrapped paragraph for each field."""
-    labels = {"note": "not confirmed"}
+    labels = {"note": "not confirmed", "base": "finetuned from"}
     paragraphs = []
     for field, value in row.items():
         if value:

@@ -150,6 +150,9 @@ def train_command(  # noqa: PLR0913  one argument an option
     lora_rank: Annotated[
         Optional[int], typer.Option(help="Train low-rank updates only; SVLC: 4.")
     ] = None,
+    frozen: Annotated[
+        Optional[str], typer.Option(help="A tower that is not trained: image (CLIC) or text.")
+    ] = None,
     seed: Annotated[Optional[int], typer.Option(help="Seed of everything random.")] = None,
     config: Annotated[
         Optional[Path],
@@ -199,6 +202,7 @@ def train_command(  # noqa: PLR0913  one argument an option
         lr=lr,
         chunk_size=chunk_size,
         lora_rank=lora_rank,
+        frozen=frozen,
         seed=seed,
     )
     given = {name: value for name, value in given.items() if value is not None}
