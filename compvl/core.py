@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir', 'cache_dir',
-           'atomic_write', 'write_json', 'read_json', 'iter_jsonl', 'read_jsonl', 'read_csv', 'config_hash',
-           'seed_everything', 'git_commit', 'cores', 'environment', 'release_memory', 'kept_objects', 'require']
+__all__ = ['FEW_SHAPES', 'CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir',
+           'cache_dir', 'atomic_write', 'write_json', 'read_json', 'iter_jsonl', 'read_jsonl', 'read_csv',
+           'config_hash', 'seed_everything', 'git_commit', 'cores', 'environment', 'release_memory', 'kept_objects',
+           'require']
 
 # %% ../nbs/lib/01_core.ipynb #7297f029
 # tqdm asks for ipywidgets, which nothing here needs
@@ -332,6 +333,11 @@ def release_memory() -> None:
         trim(0)
 
 # %% ../nbs/lib/01_core.ipynb #3c327c49
+# Environment of a process that trains on a CPU. Captions have hundreds of shapes: compiled matrix
+# products, and what torch keeps with them, would take some 300 MB, and more with each run.
+FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "32"}
+
+
 @contextmanager
 def kept_objects() -> Iterator[None]:
     """Until the end of the block, no garbage is looked for among the objects that exist now.

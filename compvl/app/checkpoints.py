@@ -115,24 +115,28 @@ def read_checkpoints(path: str | Path) -> list[Checkpoint]:
     return checkpoints
 
 # %% ../../nbs/lib/app/06a_checkpoints.ipynb #47d6b3d2
-def base_of(checkpoint: Checkpoint) -> Checkpoint | None:
-    """The model that a checkpoint was finetuned from: by the zoo, and for a run of `compvl.train`
-    by the config.json beside its weights.
-
-    None where neither knows it, and for a run from random weights."""
+def _zoo_base(name: str) -> Checkpoint | None:
+    """What the zoo says that a model of this name was finetuned from."""
     from compvl.models.releases import ZOO
 
-    entry = ZOO.get(checkpoint.name.lower())
-    if entry:
-        return Checkpoint(entry.base) if entry.base else None
+    entry = ZOO.get(name.lower())
+    return Checkpoint(entry.base) if entry and entry.base else None
+
+
+def base_of(checkpoint: Checkpoint) -> Checkpoint | None:
+    """The model that a checkpoint was finetuned from.
+
+    A run of `compvl.train` names it in the config.json beside its weights; else the zoo may.
+
+    None where neither knows it, and for a run from random weights."""
     path = Path(checkpoint.weights or "")
     config_path = (path if path.is_dir() else path.parent) / "config.json"
-    if not checkpoint.weights or not config_path.is_file():
-        return None
-    config = read_json(config_path)
+    config = None
+    if checkpoint.weights and config_path.is_file():
+        config = read_json(config_path)
     is_run = isinstance(config, dict) and {"method", "model", "start"} <= set(config)
     if not is_run:
-        return None
+        return _zoo_base(checkpoint.name)
     base = Checkpoint(config["model"], config.get("pretrained"))
     return base if base.weights or _has_own_weights(base.name) else None
 

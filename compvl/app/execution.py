@@ -14,7 +14,7 @@ from .monitor import Monitor
 from .plan import notebook_title
 from .records import record_path
 from .results import Result
-from ..core import atomic_write, git_commit, notebook_number, require
+from ..core import FEW_SHAPES, atomic_write, git_commit, notebook_number, require
 
 # %% ../../nbs/lib/app/09_execution.ipynb #db785376
 def _output_times(out: Path) -> dict[str, int]:
@@ -76,11 +76,9 @@ def _run(path: Path, profile: str, parameters: dict, out: Path, console, left) -
     record_path(out, path.stem).unlink(missing_ok=True)  # no record until this execution ends
     prepared = papermill.execute_notebook(path, target, parameters=parameters, prepare_only=True)
     progress = out / "notebooks" / f".{path.stem}.progress"
-    # The kernel inherits all of them. Captions have hundreds of shapes: compiled matrix products,
-    # and what torch keeps with them, would take some 300 MB, and more with each training run.
-    os.environ["COMPVL_PROGRESS"] = str(progress)
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
+    os.environ["COMPVL_PROGRESS"] = str(progress)  # the kernel inherits the environment
+    for name, value in FEW_SHAPES.items():
+        os.environ.setdefault(name, value)
     with Monitor(console, path.stem, prepared.cells, progress, left) as monitor:
         status, error = _execute(path, target, parameters, out, monitor)
     outputs = _new_outputs(out, path.name, before)

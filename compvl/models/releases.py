@@ -52,11 +52,6 @@ def zoo_entry(entry: ZooEntry):
 
 # %% ../../nbs/lib/models/08_releases.ipynb #5bd3ce1e
 _TABLE = "Architecture, weights and activation are those of open_clip's table of pretrained models."
-_OPENAI_BASES = {  # architecture -> name
-    "ViT-B-32": "clip-vit-b-32",
-    "ViT-B-16": "clip-vit-b-16",
-    "ViT-L-14": "clip-vit-l-14",
-}
 _OPENAI = [
     ("clip-rn50", "CLIP RN50", "RN50"),
     ("clip-rn101", "CLIP RN101", "RN101"),
@@ -66,6 +61,7 @@ _OPENAI = [
     ("clip-vit-b-16", "CLIP ViT-B/16", "ViT-B-16"),
     ("clip-vit-l-14", "CLIP ViT-L/14", "ViT-L-14"),
 ]
+_OPENAI_BASES = {architecture: name for name, _, architecture in _OPENAI}
 
 for _name, _row, _architecture in _OPENAI:
     zoo_entry(

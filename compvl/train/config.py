@@ -197,10 +197,10 @@ class TrainConfig:
     def __post_init__(self):
         pick(self.method, METHODS, "method")
         pick(self.precision, ("auto", "fp32", "bf16", "fp16"), "precision")
-        if isinstance(self.trackers, str):
-            object.__setattr__(self, "trackers", (self.trackers,))
-        if isinstance(self.frozen, str):
-            object.__setattr__(self, "frozen", (self.frozen,))
+        for name in ("frozen", "trackers"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, (value,))
         for name in ("kinds", "betas", "frozen", "trackers", "validate_on"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for tower in self.frozen:

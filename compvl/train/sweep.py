@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..core import CompvlError, cores, runs_dir
+from ..core import FEW_SHAPES, CompvlError, cores, runs_dir
 from .config import TrainConfig
 from .loop import train
 from .run import read_metrics
@@ -144,14 +144,11 @@ def environment_of(device, threads: int) -> dict:
     """The environment of a process that sees one device.
 
     `device`: 'cpu', an index of CUDA devices, or such as 'cuda:1'. `threads`: on a CPU, unless the
-    environment has OMP_NUM_THREADS. There, it keeps the compiled matrix products of few shapes:
-    batches of captions have hundreds of shapes, and all together take 300 MB.
+    environment has OMP_NUM_THREADS. There, `FEW_SHAPES` bounds its memory.
     Raises `CompvlError` for what is no device."""
     environment = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED}
     if device == "cpu":
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-        environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-        environment.setdefault("LRU_CACHE_CAPACITY", "32")
+        environment = {"OMP_NUM_THREADS": str(threads)} | FEW_SHAPES | environment
         environment.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
         return environment
     index = str(device).removeprefix("cuda:")
