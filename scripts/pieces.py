@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from compvl.core import read_json
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -94,25 +96,32 @@ def training_hours(metrics, batch_size: int) -> float:
     return step_seconds.mean() * metrics.step.max() / 3600
 
 
+def made_on_gpu(metrics_file: Path) -> bool:
+    """Whether the run of these metrics was trained on a GPU, by the record beside them."""
+    record = metrics_file.with_name(metrics_file.name.replace(".csv.gz", ".json"))
+    return record.exists() and bool(read_json(record)["environment"]["gpu"])
+
+
 def cost(folder: Path, n_runs: int, batch_size: int) -> str:
     """How many of `n_runs` training runs are in the folder, what they took, and what is left."""
     files = sorted(folder.glob("*-*.csv.gz"))  # metrics; names of scores have no hyphen
-    hours = [training_hours(pd.read_csv(file), batch_size) for file in files]
-    lines = [f"{len(hours)} of {n_runs} training runs are there"]
+    on_cpu = [file for file in files if not made_on_gpu(file)]
+    hours = [training_hours(pd.read_csv(file), batch_size) for file in on_cpu]
+    lines = [f"{len(files)} of {n_runs} training runs are there"]
+    lines += [f"{len(files) - len(on_cpu)} of them were trained on a GPU"]
     if hours:
-        spent = sum(hours)
-        left = spent / len(hours) * (n_runs - len(hours))
-        lines.append(f"training: {spent:.1f} hours of one core so far, about {left:.0f} to come")
+        left = sum(hours) / len(hours) * (n_runs - len(files))
+        lines.append(f"{len(hours)} took {sum(hours):.1f} hours of one core, {left:.0f} to come")
     return "\n".join(lines)
 
 
 def make_piece(name, row, seed, by_split):
-    """Make one piece, in this process."""
+    """Make one piece, in this process. Intervals are computed by the notebooks, and not here."""
     from compvl.paper.evaluation import results
     from compvl.paper.profiles import get_profile
     from compvl.paper.table_rows import GENERATIVE
 
-    profile = replace(get_profile(name), seeds=(seed,), base_seeds=(seed,))
+    profile = replace(get_profile(name), seeds=(seed,), base_seeds=(seed,), n_boot=2)
     rows = GENERATIVE if row in GENERATIVE else [row]
     with tempfile.TemporaryDirectory() as out:
         for split, benchmarks in by_split.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..benchmarks.items import Benchmark
-from ..core import atomic_write, config_hash
+from ..core import atomic_write, config_hash, read_json, write_json
 from ..evaluate.kept import Kept, identity
 from ..evaluate.scorers import Deferred
 from .runs import AnyConfig, config_name, finished_model
@@ -22,7 +22,8 @@ from .runs import AnyConfig, config_name, finished_model
 class Pieces(Kept):
     """Scores and metrics by the config of the run that made them, and not by its weights.
 
-    What was made elsewhere or on another day is taken as it is, with the commit that made it.
+    What was made elsewhere or on another day is taken as it is, with the commit and the machine
+    that made it.
     """
 
     def key(self, scorer, benchmark: Benchmark, skip_damaged: bool) -> str:
@@ -36,9 +37,21 @@ class Pieces(Kept):
             model, metrics = finished_model(config, runs, on_log)
             with atomic_write(self.file(config)) as tmp:
                 metrics.to_csv(tmp, index=False)
+            self._keep_record(config, runs)
             return model
 
         return Deferred(trained, config_name(config), model_name)
+
+    def _keep_record(self, config: AnyConfig, runs: Path):
+        "Keep config and environment of a finished run: how, where and by which commit it was made."
+        folder = runs / config_name(config).removesuffix("-gain")
+        record = {name: read_json(folder / f"{name}.json") for name in ("config", "environment")}
+        write_json(self.folder / f"{config_name(config)}.json", record)
+
+    def environment(self, config: AnyConfig) -> dict | None:
+        """The environment that a run was made in, as `compvl.core.environment`; None: not kept."""
+        file = self.folder / f"{config_name(config)}.json"
+        return read_json(file)["environment"] if file.exists() else None
 
     def file(self, config: AnyConfig) -> Path:
         """Where the metrics of a run are, or will be."""
