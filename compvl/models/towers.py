@@ -92,16 +92,21 @@ def eot_positions(clip: nn.Module, tokens: Tensor) -> Tensor:
 
 # %% ../../nbs/lib/models/04_towers.ipynb #837eac4f
 _QUARTERS = 4
+_FEWEST_FOR_QUARTERS = {"cpu": 128, "cuda": 4096}
 
 
 def length_parts(lengths: Tensor) -> list[tuple[Tensor, int]]:
-    """Rows sorted by length (int64 [B]), in four parts where there are 128 or more.
+    """Rows sorted by length (int64 [B]), in four parts where there are many: 128, on CUDA 4,096.
+
+    Each part is a pass through the tower of its own. On a GPU, starting the kernels of a pass
+    takes longer than computing those of some hundred captions.
 
     Returns (indices of a part's rows, its longest length) for each part, so that short captions do
     not cost as much as the longest."""
     order = lengths.argsort()
     in_order = lengths[order].tolist()
-    parts = order.chunk(_QUARTERS if len(order) >= 128 else 1)
+    is_large = len(order) >= _FEWEST_FOR_QUARTERS.get(lengths.device.type, 128)
+    parts = order.chunk(_QUARTERS if is_large else 1)
     ends = accumulate(map(len, parts))
     return [(rows, in_order[end - 1]) for rows, end in zip(parts, ends, strict=True)]
 
@@ -110,8 +115,8 @@ def encode_text(clip: nn.Module, tokens: Tensor, crop: bool = True) -> Tensor:
     """Text features of any open_clip model, or of another with `encode_text(tokens)`.
 
     `tokens`: int64 [B, context length]; returns float [B, D], not normalised, with gradient. With
-    `crop`, a causal text tower that pools at EOT runs on the longest caption only; a batch of 128
-    captions or more is sorted by length, and each quarter runs on its own longest."""
+    `crop`, a causal text tower that pools at EOT runs on the longest caption only; a large
+    batch is sorted by length, and each quarter runs on its own longest (`length_parts`)."""
     tower = text_tower(clip) if crop else None
     if tower is None:
         return clip.encode_text(tokens)
