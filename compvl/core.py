@@ -334,8 +334,9 @@ def release_memory() -> None:
 
 # %% ../nbs/lib/01_core.ipynb #3c327c49
 # Environment of a process that trains on a CPU. Captions have hundreds of shapes: compiled matrix
-# products, and what torch keeps with them, would take some 300 MB, and more with each run.
-FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "32"}
+# products, and what torch keeps with them, would take some 300 MB, and more with each run. A limit
+# of 64 and 32 saves more memory, but makes products anew so often that steps take a fifth longer.
+FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 
 
 @contextmanager
