@@ -21,10 +21,6 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecu
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
-
-from compvl.core import read_json
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -96,21 +92,27 @@ def training_hours(metrics, batch_size: int) -> float:
     return step_seconds.mean() * metrics.step.max() / 3600
 
 
-def made_on_gpu(metrics_file: Path) -> bool:
-    """Whether the run of these metrics was trained on a GPU, by the record beside them."""
-    record = metrics_file.with_name(metrics_file.name.replace(".csv.gz", ".json"))
-    return record.exists() and bool(read_json(record)["environment"]["gpu"])
+def cost(folder: Path, todo, profile) -> str:
+    """How many of the pieces' training runs are in the folder, what they took, and what is left."""
+    from compvl.paper.pieces import Pieces
+    from compvl.paper.runs import run_config
 
-
-def cost(folder: Path, n_runs: int, batch_size: int) -> str:
-    """How many of `n_runs` training runs are in the folder, what they took, and what is left."""
-    files = sorted(folder.glob("*-*.csv.gz"))  # metrics; names of scores have no hyphen
-    on_cpu = [file for file in files if not made_on_gpu(file)]
-    hours = [training_hours(pd.read_csv(file), batch_size) for file in on_cpu]
-    lines = [f"{len(files)} of {n_runs} training runs are there"]
-    lines += [f"{len(files) - len(on_cpu)} of them were trained on a GPU"]
+    pieces = Pieces(folder)
+    n_there = 0
+    hours = []  # of those that were not trained on a GPU
+    for row, seed, _ in todo:
+        config = run_config(row, profile, seed)
+        metrics = pieces.metrics(config)
+        if metrics is None:
+            continue
+        n_there += 1
+        made_in = pieces.environment(config)
+        if not (made_in and made_in["gpu"]):
+            hours.append(training_hours(metrics, profile.batch_size))
+    lines = [f"{n_there} of {len(todo)} training runs are there"]
+    lines += [f"{n_there - len(hours)} of them were trained on a GPU"]
     if hours:
-        left = sum(hours) / len(hours) * (n_runs - len(files))
+        left = sum(hours) / len(hours) * (len(todo) - n_there)
         lines.append(f"{len(hours)} took {sum(hours):.1f} hours of one core, {left:.0f} to come")
     return "\n".join(lines)
 
@@ -225,7 +227,7 @@ def main():
     if options.rows:
         todo = [piece for piece in todo if piece[0].key in options.rows]
     if options.cost:
-        print(cost(folder, len(todo), profile.batch_size))
+        print(cost(folder, todo, profile))
         return
 
     workers = Workers(options.profile, todo, options.processes, options.minutes)

@@ -92,7 +92,8 @@ def eot_positions(clip: nn.Module, tokens: Tensor) -> Tensor:
 
 # %% ../../nbs/lib/models/04_towers.ipynb #837eac4f
 _QUARTERS = 4
-_FEWEST_FOR_QUARTERS = {"cpu": 128, "cuda": 4096}
+_LARGE = 128  # captions
+_LARGE_ON_CUDA = 4096
 
 
 def length_parts(lengths: Tensor) -> list[tuple[Tensor, int]]:
@@ -105,7 +106,7 @@ def length_parts(lengths: Tensor) -> list[tuple[Tensor, int]]:
     not cost as much as the longest."""
     order = lengths.argsort()
     in_order = lengths[order].tolist()
-    is_large = len(order) >= _FEWEST_FOR_QUARTERS.get(lengths.device.type, 128)
+    is_large = len(order) >= (_LARGE_ON_CUDA if lengths.is_cuda else _LARGE)
     parts = order.chunk(_QUARTERS if is_large else 1)
     ends = accumulate(map(len, parts))
     return [(rows, in_order[end - 1]) for rows, end in zip(parts, ends, strict=True)]
