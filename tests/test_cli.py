@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from compvl.app import cli
+from compvl.benchmarks.loading import expand
 
 # A run of a few seconds.
 FROM_RANDOM_WEIGHTS = ["--set", "pretrained=null", "--set", "precision=fp32"]
@@ -213,6 +214,18 @@ def test_several_models_side_by_side(tmp_path, inside):
     assert len(table) == 31
     columns = {"caption", "hard_negative", "s_c", "orig_acc", "margin"}
     assert columns <= set(table[0].split(","))
+
+
+def test_a_group_of_benchmarks_is_evaluated_whole(tmp_path, inside):
+    """Every member has figures, and says that its items are the microworld's."""
+    options = ["--benchmark", "compositional", "--n", "6", "--cache", tmp_path / "cache", "--json"]
+    status, out, err = inside("evaluate", "--model", "micro-clip", *options)
+    assert status == 0, err
+    found = pd.DataFrame(json.loads(out)["figures"])
+    members = expand("compositional")
+    assert len(members) > 70
+    assert set(found.benchmark) == set(members)
+    assert found.value.notna().all()
 
 
 def test_a_repeated_evaluation_uses_what_is_kept(tmp_path, inside):

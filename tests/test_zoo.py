@@ -837,6 +837,7 @@ RECENT = [
     "tripletclip",
     "spec-clip",
     "cs-clip",
+    "con-clip",
 ]
 
 

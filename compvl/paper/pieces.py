@@ -16,7 +16,7 @@ from ..benchmarks.items import Benchmark
 from ..core import atomic_write, config_hash, read_json, write_json
 from ..evaluate.kept import Kept, identity
 from ..evaluate.scorers import Deferred
-from .runs import AnyConfig, config_name, finished_model
+from .runs import AnyConfig, config_name, finished_model, run_folder
 
 # %% ../../nbs/lib/paper/10b_pieces.ipynb #ad740569
 class Pieces(Kept):
@@ -44,7 +44,7 @@ class Pieces(Kept):
 
     def _keep_record(self, config: AnyConfig, runs: Path):
         "Keep config and environment of a finished run: how, where and by which commit it was made."
-        folder = runs / config_name(config).removesuffix("-gain")
+        folder = runs / run_folder(config)
         record = {name: read_json(folder / f"{name}.json") for name in ("config", "environment")}
         write_json(self.folder / f"{config_name(config)}.json", record)
 

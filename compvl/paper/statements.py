@@ -83,7 +83,7 @@ class Contrast:
     results: str  # the results that have the figures, such as '01_brittleness'
     test: str  # what is tested, in words; another contrast of these results has other words
     terms: tuple[tuple[float, Place], ...]
-    paper: str = ""  # published table of the same figures
+    paper: str | tuple[str, ...] = ""  # published table, or tables, of the same figures
     stated: float = np.nan  # the published value, where it is in the text and not in a table
     sign: int = 0  # the direction that is claimed; 0: that of the published value
     scale: float = 1.0  # of all values: 100 for hundredths of a cosine
@@ -100,10 +100,14 @@ class Contrast:
         """The published value, or NaN."""
         if not self.paper:
             return self.stated
-        columns, rows = _PUBLISHED_TABLES[self.paper]
-        cells = published_cells(self.paper)
-        keys = {column.figure: column.key for column in columns}
-        labels = {row.key: row.label for row in rows}
+        tables = (self.paper,) if isinstance(self.paper, str) else self.paper
+        cells = published_cells(*tables)
+        keys = {}
+        labels = {}
+        for table in tables:
+            columns, rows = _PUBLISHED_TABLES[table]
+            keys.update({column.figure: column.key for column in columns})
+            labels.update({row.key: row.label for row in rows})
         total = 0.0
         for weight, (key, *place) in self.terms:
             if self.stand_in and key == self.stand_in[0]:

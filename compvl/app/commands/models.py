@@ -36,6 +36,15 @@ def _described(row: dict) -> str:
     return "\n".join(paragraphs)
 
 
+def _print_notes(rows: list[dict]) -> None:
+    """Print what is confirmed of models of the zoo, and what is not."""
+    typer.echo("\nWhat is confirmed of each, and what is not:")
+    for row in rows:
+        typer.echo(f"  {row['name']}, confirmed: {row['confirmed'] or 'nothing'}")
+        typer.echo(f"  {row['name']}, not confirmed: {row['note']}")
+    typer.echo("\ncompvl models NAME says where its weights are, and all else that is known.")
+
+
 MODELS_EXAMPLE = "Example:  [bold]compvl models negclip --data-root data[/]"
 
 
@@ -43,7 +52,8 @@ def models_command(
     names: Annotated[
         Optional[list[str]],
         typer.Argument(
-            help="Names of the zoo, of which all is said; a table of all where none is given."
+            help="Names of the zoo, of which all is said; a table, and what is confirmed of each, "
+            "where none is given."
         ),
     ] = None,
     data_root: DataRoot = None,
@@ -63,7 +73,7 @@ get those that are absent, and what is confirmed of each."""
     if not names:
         columns = ["name", "row", "architecture", "weights", "activation", "state"]
         print_table(df[columns], "the zoo")
-        typer.echo("compvl models NAME says what is confirmed of a model, and what is not.")
+        _print_notes(df.to_dict("records"))
         return
     for row in df.to_dict("records"):
         typer.echo(_described(row) + "\n")
