@@ -92,7 +92,7 @@ class CaptionScorer:
     net: Captioner
     prior: bool = False  # whether log p(caption) is subtracted
     name: str = "micro-captioner"
-    batch_size: int = 128  # pairs a forward pass
+    batch_size: int = 1024  # pairs a forward pass
 
     def __post_init__(self):
         self.tokenizer = scene_tokenizer()

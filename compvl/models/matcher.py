@@ -130,7 +130,7 @@ class MatchingScorer:
 
     net: Matcher
     name: str = "micro-xvlm"
-    batch_size: int = 128  # pairs a forward pass
+    batch_size: int = 1024  # pairs a forward pass
 
     def __post_init__(self):
         self.model = as_model(self.net, self.name)
