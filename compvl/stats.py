@@ -259,15 +259,16 @@ class Correlation:
         return Interval(self.value, *_percentiles(self.resampled(n_boot, seed), level), len(self))
 
 # %% ../nbs/lib/02_stats.ipynb #3aa563fc
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)  # a mean over benchmarks draws for each of them
 def _draws(n: int, n_boot: int, seed: int) -> np.ndarray:
-    """How often each of n items is drawn in each resample: float32 [n_boot, n].
+    """How often each of n items is drawn in each resample: uint8 [n_boot, n].
 
-    Counts are exact in float32, as shares would not be.
-    """
+    An item is expected once in a resample, and is never drawn 256 times."""
     rng = np.random.default_rng([seed, n])
-    counts = [np.bincount(rng.integers(0, n, n), minlength=n) for _ in range(n_boot)]
-    return np.stack(counts).astype(np.float32)
+    draws = np.empty((n_boot, n), dtype=np.uint8)
+    for counts in draws:
+        counts[:] = np.bincount(rng.integers(0, n, n), minlength=n)
+    return draws
 
 # %% ../nbs/lib/02_stats.ipynb #e7fc8d7d
 def _seed_weights(n_seeds: int, n_boot: int, rng: np.random.Generator) -> np.ndarray:
