@@ -217,14 +217,14 @@ def test_several_models_side_by_side(tmp_path, inside):
 
 
 def test_a_group_of_benchmarks_is_evaluated_whole(tmp_path, inside):
-    """Every member has figures, and says that its items are the microworld's."""
+    """Every member has figures from the counterpart in the microworld."""
     options = ["--benchmark", "compositional", "--n", "6", "--cache", tmp_path / "cache", "--json"]
     status, out, err = inside("evaluate", "--model", "micro-clip", *options)
     assert status == 0, err
     found = pd.DataFrame(json.loads(out)["figures"])
     members = expand("compositional")
     assert len(members) > 70
-    assert set(found.benchmark) == set(members)
+    assert set(members) <= set(found.benchmark)  # averages over families are there as well
     assert found.value.notna().all()
 
 
