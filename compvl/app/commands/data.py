@@ -14,6 +14,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from .models import confirmation_notes
 from .options import DataRoot, TableAsJson, print_json, print_table
 from ...core import CompvlError
 
@@ -135,10 +136,7 @@ def _checkpoint_notes(name: str) -> list[str]:
     notes = []
     for entry in ZOO.values():
         if entry.dataset == name:
-            notes += [
-                f"{name}, confirmed: {entry.confirmed}",
-                f"{name}, not confirmed: {entry.not_confirmed}",
-            ]
+            notes += confirmation_notes(name, entry)
     return notes
 
 

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from .options import DataRoot, TableAsJson, print_json, print_table
 from ...core import pick
 
+if TYPE_CHECKING:  # slow to import
+    from compvl.models.releases import ZooEntry
+
 # %% auto #0
-__all__ = ['MODELS_EXAMPLE', 'models_command']
+__all__ = ['MODELS_EXAMPLE', 'confirmation_notes', 'models_command']
 
 # %% ../../../nbs/lib/app/commands/04_models.ipynb #4eb44f97
 def _described(row: dict) -> str:
@@ -36,12 +39,19 @@ def _described(row: dict) -> str:
     return "\n".join(paragraphs)
 
 
-def _print_notes(rows: list[dict]) -> None:
+def confirmation_notes(name: str, entry: ZooEntry) -> list[str]:
+    """What public sources say of a released model, and what is inferred: two lines."""
+    return [
+        f"{name}, confirmed: {entry.confirmed}",
+        f"{name}, not confirmed: {entry.not_confirmed}",
+    ]
+
+
+def _print_notes(zoo: dict[str, ZooEntry]) -> None:
     """Print what is confirmed of models of the zoo, and what is not."""
     typer.echo("\nWhat is confirmed of each, and what is not:")
-    for row in rows:
-        typer.echo(f"  {row['name']}, confirmed: {row['confirmed'] or 'nothing'}")
-        typer.echo(f"  {row['name']}, not confirmed: {row['note']}")
+    for name, entry in zoo.items():
+        typer.echo("\n".join(f"  {note}" for note in confirmation_notes(name, entry)))
     typer.echo("\ncompvl models NAME says where its weights are, and all else that is known.")
 
 
@@ -73,7 +83,7 @@ get those that are absent, and what is confirmed of each."""
     if not names:
         columns = ["name", "row", "architecture", "weights", "activation", "state"]
         print_table(df[columns], "the zoo")
-        _print_notes(df.to_dict("records"))
+        _print_notes(ZOO)
         return
     for row in df.to_dict("records"):
         typer.echo(_described(row) + "\n")
