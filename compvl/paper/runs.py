@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from ..core import CompvlError
+from ..core import CompvlError, config_hash
 from ..models.captioner import CaptionScorer, load_captioner
 from ..models.clip import Model, create_model
 from ..models.matcher import MatchingScorer, load_matcher
@@ -140,11 +140,21 @@ def run_config(row: Row, profile: Profile, seed: int = 0) -> AnyConfig | None:
     return train_config(row, profile, seed) if _is_trained_here(row, profile) else None
 
 # %% ../../nbs/lib/paper/06_runs.ipynb #37925a9f
+_FOLDERS: dict[str, str] = {}  # names by config: model and data have to be opened for a name
+
+
 def run_folder(config: AnyConfig) -> str:
     """Name of the folder of a config's run. Both scores of a captioner are of one run."""
-    if isinstance(config, CaptionerConfig):
-        return captioner_name(config)
-    return run_name(config) if isinstance(config, TrainConfig) else matcher_name(config)
+    key = f"{type(config).__name__} {config_hash(config)}"
+    if key not in _FOLDERS:
+        if isinstance(config, CaptionerConfig):
+            name = captioner_name(config)
+        elif isinstance(config, TrainConfig):
+            name = run_name(config)
+        else:
+            name = matcher_name(config)
+        _FOLDERS[key] = name
+    return _FOLDERS[key]
 
 
 def config_name(config: AnyConfig) -> str:

@@ -16,10 +16,9 @@ from ..core import CompvlError, cores
 from .pieces import open_pieces
 from .profiles import Profile
 from .rows import Row
-from .runs import run_config
+from .runs import run_config, run_folder
 from ..train.checkpoint import is_locked
 from ..train.config import TrainConfig
-from ..train.loop import run_name
 from ..train.sweep import sweep
 
 # %% ../../nbs/lib/paper/10c_training.ipynb #819ede7d
@@ -68,7 +67,7 @@ def _is_finished(config: TrainConfig, runs: Path) -> bool:
     if not any(runs.glob(f"{config.method}-*/DONE")):
         return False
     try:
-        return (runs / run_name(config) / "DONE").exists()
+        return (runs / run_folder(config) / "DONE").exists()
     except CompvlError:
         return False  # training says what is missing
 
@@ -77,7 +76,7 @@ def is_being_trained(config: TrainConfig, runs: Path) -> bool:
     """Whether another process is training this run at the moment."""
     if not any(runs.glob(f"{config.method}-*")):
         return False
-    folder = runs / run_name(config)
+    folder = runs / run_folder(config)
     return folder.exists() and is_locked(folder)
 
 
