@@ -29,7 +29,7 @@ from ..core import CompvlError, data_dir, pick
 from .formats import DAMAGED, brief, portable_state, write_weights
 from .hub import cached_file, check_hub, check_repository
 from .layouts import TOKEN_EMBEDDING
-from .towers import encode_text
+from .towers import encode_image, encode_text
 from .weights import ACTIVATIONS, activation, fit, read_weights, weights_digest
 
 # %% ../../nbs/lib/models/06_clip.ipynb #fbb13380
@@ -149,7 +149,7 @@ class Model:
 
     def encode_image(self, images: Tensor) -> Tensor:
         """float [B, 3, H, W], preprocessed -> unit vectors, float32 [B, D]."""
-        return F.normalize(self.clip.encode_image(images).float(), dim=-1)
+        return F.normalize(encode_image(self.clip, images).float(), dim=-1)
 
     def encode_text(self, tokens: Tensor, crop: bool = True) -> Tensor:
         """int64 [B, context length] -> unit vectors, float32 [B, D]; `crop`: see `encode_text`."""
