@@ -14,7 +14,7 @@ import math
 import os
 import random
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -549,16 +549,23 @@ class MicroSteps(CompvlSteps):
         config: TrainConfig,
         words: list[str] | None = None,  # None: all token embeddings are trained
         fused: bool = False,  # whether attention is torch's fused kernel
+        whole: bool = False,  # whether the last layers compute positions that nothing reads
     ):
         if words is not None:
             train_words_only(model, words)
         super().__init__(model, config)
-        self.fused = fused
+        self.patches = []
+        if fused:
+            kernel = patch("compvl.train.step.attention_kernel", lambda device: nullcontext())
+            self.patches.append(kernel)
+        if whole:
+            one = patch("compvl.models.towers.reads_one_position", lambda transformer: False)
+            self.patches.append(one)
 
     def __call__(self, batches):
-        plain = nullcontext()
-        fused = patch("compvl.train.step.attention_kernel", lambda device: nullcontext())
-        with fused if self.fused else plain:
+        with ExitStack() as changed:
+            for change in self.patches:
+                changed.enter_context(change)
             super().__call__(batches)
 
 
@@ -582,22 +589,27 @@ def micro_step(
     seed: int = 0,
 ) -> dict:
     """A step on the microworld's captions by what makes it fast, and its share of the peak."""
-    # Longer than 40 lines: the signature; a table of four ways, and what each is.
+    # Longer than 40 lines: the signature; a table of five ways, and what each is.
     clip, config = random_start(method, model, device, seed, batch_size=batch_size)
     data = FinetuneSet(4 * batch_size, seed, image_size=clip.image_size)
     batches = [data.batch(range(k * batch_size, (k + 1) * batch_size)) for k in range(4)]
     fp32 = replace(config, precision="fp32")
     fast = replace(config, precision="bf16") if computes_bf16(clip.device.type) else fp32
+    cut = partial(MicroSteps, words=data.words)
     ways = {
-        "plain": (partial(MicroSteps, fused=True), fp32),
-        "words of the data only": (partial(MicroSteps, words=data.words, fused=True), fp32),
-        "attention by products": (partial(MicroSteps, words=data.words), fp32),
-        "bf16": (partial(MicroSteps, words=data.words), fast),
+        "plain": (partial(MicroSteps, fused=True, whole=True), fp32),
+        "words of the data only": (partial(cut, fused=True, whole=True), fp32),
+        "attention by products": (partial(cut, whole=True), fp32),
+        "last layers at one position": (cut, fp32),
+        "bf16": (cut, fast),
     }
-    whole, _ = gradients_of(ways["plain"][0], clip, fp32, batches[0])
+    gradients = {}
+    tflop = {}
+    for name, (way, _) in ways.items():
+        gradients[name], tflop[name] = gradients_of(way, clip, fp32, batches[0])
+    whole = gradients["plain"]
     whole[TOKEN_EMBEDDING] = whole[TOKEN_EMBEDDING][clip.tokenizer(data.words).unique()]
-    cut, tflop = gradients_of(ways["attention by products"][0], clip, fp32, batches[0])
-    difference = gradient_difference(whole, cut)
+    difference = gradient_difference(whole, gradients["last layers at one position"])
     check_gradients(difference)
     timed = {name: TimedSteps(way, clip, used, batches) for name, (way, used) in ways.items()}
     take_turns(timed, steps, len(batches))
@@ -605,14 +617,14 @@ def micro_step(
     for name, way in timed.items():
         precision = ways[name][1].precision
         peak = product_peak(precision, clip.device)
-        row = timed_row(name, way, batch_size, tflop)
+        row = timed_row(name, way, batch_size, tflop[name])
         row["precision"] = precision
         row["TFLOP/s of a product"] = peak
         row["share of that, %"] = 100 * row["TFLOP/s"] / peak
         rows.append(row)
     place = place_of(clip)
     return dict(
-        what=f"{steps} steps of {batch_size}, {model}, {method}, {tflop:.3f} TFLOP each, {place}",
+        what=f"{steps} steps of {batch_size}, {model}, {method}, {place}",
         rows=rows,
         ratio=timed["plain"].seconds / timed["bf16"].seconds,
         difference=difference,
