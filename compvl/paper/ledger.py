@@ -220,7 +220,7 @@ _COUNTS = {  # column of the ledger -> the verdicts of tests that it counts
     "opposite": [OPPOSITE],
 }
 LEDGER_COLUMNS = [
-    *"id paper kind where notebook claim short rule tests difference lo hi published".split(),
+    *"id paper kind ours where notebook claim short rule tests difference lo hi published".split(),
     *"detectable measured published_range unit seeds".split(),
     *_COUNTS,
     *"no_data verdict sentence".split(),
@@ -236,6 +236,7 @@ def ledger_row(found: Evaluation, profile: str) -> dict:
         id=statement.id,
         paper=statement.paper,
         kind=statement.kind,
+        ours=statement.ours,
         where=statement.where,
         notebook=" ".join(dict.fromkeys(notebook_number(t.stem) or "08" for t in statement.tests)),
         claim=statement.text,

@@ -277,6 +277,7 @@ class Statement:
     # correlation, a share)
     unit: str = "points"
     why: str = ""  # the likely reason, in the microworld, of any verdict but *reproduced*
+    ours: bool = False  # whether the paper does not report it: we ask it beside a statement of it
 
     @property
     def paper(self) -> str:

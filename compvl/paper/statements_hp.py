@@ -286,6 +286,7 @@ _SECTION_5 = [
         "HN has a higher original accuracy than CLIP-COCO",
         "HN over CLIP-COCO: original accuracy",
         tuple(_change("hn", "clip-coco", _ORIGINAL[on], stand_in=_CONTROL) for on in _ON_BOTH),
+        ours=True,
     ),
     Statement(
         "HP18",
@@ -660,6 +661,7 @@ _CONTROLLED = [
         "average over the seven models (HP3)",
         "hard negatives: larger loss, control",
         tuple(_larger_loss(_OTHERS, "mean of seven models", on) for on in _ON_BOTH),
+        ours=True,
     ),
     Statement(
         "HP50",
@@ -667,6 +669,7 @@ _CONTROLLED = [
         "They have a higher original accuracy than CLIP-COCO, on average (HP4)",
         "hard negatives: original accuracy, control",
         tuple(_against_control(_ORIGINAL[on], "mean of seven models", _OTHERS) for on in _ON_BOTH),
+        ours=True,
     ),
     Statement(
         "HP51",
@@ -676,6 +679,7 @@ _CONTROLLED = [
         tuple(
             _against_control(_BRITTLENESS[on], "mean of seven models", _OTHERS) for on in _ON_BOTH
         ),
+        ours=True,
     ),
     Statement(
         "HP52",
@@ -683,6 +687,7 @@ _CONTROLLED = [
         "Models with hard negatives by replacing are more brittle on SWAP than CLIP-COCO (HP8)",
         "oversensitivity transfers, control",
         (_against_control(_BRITTLENESS["swap"], "by replacing", _BY_REPLACE),),
+        ours=True,
     ),
     Statement(
         "HP53",
@@ -690,6 +695,7 @@ _CONTROLLED = [
         "HN is more brittle than CLIP-COCO on SWAP (HP19)",
         "HN more brittle on SWAP, control",
         (_change("hn", "clip-coco", _BRITTLENESS["swap"], stand_in=_CONTROL),),
+        ours=True,
     ),
     Statement(
         "HP54",
@@ -697,6 +703,7 @@ _CONTROLLED = [
         "HP+HN improves on CLIP-COCO in augmented accuracy (HP24)",
         "HP+HN over CLIP-COCO",
         tuple(_change("hp+hn", "clip-coco", _AUGMENTED[on], stand_in=_CONTROL) for on in _ON_BOTH),
+        ours=True,
     ),
     Statement(
         "HP66",
@@ -705,6 +712,7 @@ _CONTROLLED = [
         "HN less brittle on REPLACE, control",
         (_change("hn", "clip-coco", _BRITTLENESS["replace"], stand_in=_CONTROL),),
         why=_RARE_WORDS,
+        ours=True,
     ),
     Statement(
         "HP67",
@@ -712,6 +720,7 @@ _CONTROLLED = [
         "HP+HN is less brittle than CLIP-COCO on REPLACE (HP25)",
         "HP+HN less brittle, control",
         (_change("hp+hn", "clip-coco", _BRITTLENESS["replace"], stand_in=_CONTROL),),
+        ours=True,
     ),
     Statement(
         "HP68",
@@ -719,6 +728,7 @@ _CONTROLLED = [
         "Models with hard negatives by swapping are less brittle on REPLACE than CLIP-COCO (HP9)",
         "swaps: less brittle on REPLACE, control",
         (_against_control(_BRITTLENESS["replace"], "by swapping", _BY_SWAP),),
+        ours=True,
     ),
     Statement(
         "HP69",
@@ -737,6 +747,7 @@ _CONTROLLED = [
             for column in ORIGINAL_SCORE
         ),
         unit="hundredths",
+        ours=True,
     ),
     Statement(
         "HP70",
@@ -744,6 +755,7 @@ _CONTROLLED = [
         "DAC-LLM loses more by hard positives on REPLACE than CLIP-COCO does (HP56)",
         "DAC-LLM loses more, control",
         (_larger_loss(("dac-llm",), "DAC-LLM", "replace"),),
+        ours=True,
     ),
     Statement(
         "HP71",
@@ -761,6 +773,7 @@ _CONTROLLED = [
             for column in MEAN_SCORES
         ),
         unit="hundredths",
+        ours=True,
     ),
 ]
 
@@ -964,6 +977,7 @@ _MORE = [
         "DAC-LLM: hard positive below, control",
         (_further_below("dac-llm", "clip-coco", stand_in=_CONTROL),),
         unit="hundredths",
+        ours=True,
     ),
     Statement(
         "HP73",
@@ -973,6 +987,7 @@ _MORE = [
         "lower scores of the other kind, control",
         _other_kind("clip-coco"),
         unit="hundredths",
+        ours=True,
     ),
     Statement(
         "HP74",

@@ -174,6 +174,7 @@ TCL = [
             Findings(f"{_READERS}_loss_findings", _of_operators("trained-{}-learned")),
         ),
         unit="nats",
+        ours=True,
     ),
     Statement(
         "TCL16",
@@ -183,6 +184,7 @@ TCL = [
         "trained blind: accuracy apart",
         (Findings(f"{_READERS}_findings", _of_operators("trained-{}-apart")),),
         "most",
+        ours=True,
     ),
     Statement(
         "TCL17",
@@ -195,6 +197,7 @@ TCL = [
             Findings(f"{_READERS}_findings", _of_operators("free-{}-reads")),
         ),
         "most",
+        ours=True,
     ),
     Statement(
         "TCL18",
@@ -205,6 +208,7 @@ TCL = [
         "invariant block identified, hard case",
         (Findings(_HARD, _identified("hard-new-6") + _identified("hard-1000-6")),),
         unit="hundredths",
+        ours=True,
     ),
     Statement(
         "TCL19",
@@ -215,5 +219,6 @@ TCL = [
         (Findings(_HARD, _identified("hard-new-12") + _identified("hard-1000-12")),),
         unit="hundredths",
         why="Features that have room left encode what training pairs alone need.",
+        ours=True,
     ),
 ]
