@@ -603,13 +603,11 @@ def micro_step(
         "last layers at one position": (cut, fp32),
         "bf16": (cut, fast),
     }
-    gradients = {}
-    tflop = {}
-    for name, (way, _) in ways.items():
-        gradients[name], tflop[name] = gradients_of(way, clip, fp32, batches[0])
-    whole = gradients["plain"]
+    whole, _ = gradients_of(ways["plain"][0], clip, fp32, batches[0])
     whole[TOKEN_EMBEDDING] = whole[TOKEN_EMBEDDING][clip.tokenizer(data.words).unique()]
-    difference = gradient_difference(whole, gradients["last layers at one position"])
+    _, all_positions = gradients_of(ways["attention by products"][0], clip, fp32, batches[0])
+    fewest, one_position = gradients_of(cut, clip, fp32, batches[0])
+    difference = gradient_difference(whole, fewest)
     check_gradients(difference)
     timed = {name: TimedSteps(way, clip, used, batches) for name, (way, used) in ways.items()}
     take_turns(timed, steps, len(batches))
@@ -617,7 +615,8 @@ def micro_step(
     for name, way in timed.items():
         precision = ways[name][1].precision
         peak = product_peak(precision, clip.device)
-        row = timed_row(name, way, batch_size, tflop[name])
+        tflop = one_position if name in ("last layers at one position", "bf16") else all_positions
+        row = timed_row(name, way, batch_size, tflop)
         row["precision"] = precision
         row["TFLOP/s of a product"] = peak
         row["share of that, %"] = 100 * row["TFLOP/s"] / peak
