@@ -36,7 +36,7 @@ IMAGES = [Image.new("RGB", (40, 30), "red"), Image.new("L", (30, 30), 200)] * 2
 CAPTIONS = ["a red star", "a fish", "a blue box . a red star . the fish", "a red star"]
 
 
-def word_tokenizer():
+def word_tokenizer(**options):
     special = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
     vocabulary = {word: i for i, word in enumerate([*special, "\n", *WORDS.split()])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -47,8 +47,13 @@ def word_tokenizer():
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        extra_special_tokens={"image_token": "<image>"},
+        **options,
     )
+
+
+def image_tokenizer():
+    """A tokenizer that knows its image token by name."""
+    return word_tokenizer(extra_special_tokens={"image_token": "<image>"})
 
 
 def randomized(model):
@@ -63,7 +68,7 @@ def randomized(model):
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
     """The folder of a tiny LLaVA, which has a chat template."""
-    tokenizer = word_tokenizer()
+    tokenizer = image_tokenizer()
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**SIZE, image_size=32, patch_size=16),
         text_config=transformers.LlamaConfig(**SIZE, vocab_size=len(tokenizer), pad_token_id=3),
@@ -91,7 +96,7 @@ def paligemma(tmp_path_factory):
     """The folder of a tiny PaliGemma: no chat template, and a prompt that it reads both ways."""
     images = transformers.SiglipImageProcessor(size=dict(height=32, width=32))
     images.image_seq_length = 4
-    processor = transformers.PaliGemmaProcessor(images, word_tokenizer())
+    processor = transformers.PaliGemmaProcessor(images, image_tokenizer())
     text = dict(SIZE, num_key_value_heads=1, head_dim=16, vocab_size=len(processor.tokenizer))
     config = transformers.PaliGemmaConfig(
         vision_config=dict(SIZE, model_type="siglip_vision_model", image_size=32, patch_size=16),
@@ -106,8 +111,40 @@ def paligemma(tmp_path_factory):
     return folder
 
 
+def tiny_blip2(text, folder):
+    """Save a tiny BLIP-2 with this language model, whose processor adds the image's tokens."""
+    images = transformers.BlipImageProcessor(size=dict(height=32, width=32))
+    processor = transformers.Blip2Processor(images, word_tokenizer(), num_query_tokens=4)
+    config = transformers.Blip2Config(
+        vision_config=dict(SIZE, image_size=32, patch_size=16),
+        qformer_config=dict(SIZE, vocab_size=len(processor.tokenizer)),
+        text_config=text,
+        num_query_tokens=4,
+        image_token_index=processor.tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    randomized(transformers.Blip2ForConditionalGeneration(config)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def blip2_t5(tmp_path_factory):
+    """The folder of a tiny BLIP-2 with an encoder-decoder."""
+    text = dict(model_type="t5", vocab_size=40, d_model=32, d_kv=16, d_ff=64, num_layers=2)
+    text |= dict(num_heads=2, decoder_start_token_id=3, pad_token_id=3, eos_token_id=2)
+    return tiny_blip2(text, tmp_path_factory.mktemp("blip2-t5"))
+
+
+@pytest.fixture(scope="module")
+def blip2_opt(tmp_path_factory):
+    """The folder of a tiny BLIP-2 with a decoder alone."""
+    text = dict(model_type="opt", vocab_size=40, hidden_size=32, ffn_dim=64, num_hidden_layers=2)
+    text |= dict(num_attention_heads=2, word_embed_proj_dim=32, pad_token_id=3)
+    return tiny_blip2(text, tmp_path_factory.mktemp("blip2-opt"))
+
+
 @pytest.mark.parametrize("kind", GENERATIVE_SCORES)
-@pytest.mark.parametrize("family", ["llava", "paligemma"])
+@pytest.mark.parametrize("family", ["llava", "paligemma", "blip2_t5", "blip2_opt"])
 def test_a_batch_is_as_one_pair_at_a_time(family, kind, request):
     folder = str(request.getfixturevalue(family))
     together = load_generative(folder, kind, "cpu", batch_size=4)
@@ -139,6 +176,20 @@ def test_likelihood_is_the_loss_of_paligemma(paligemma):
         assert torch.isclose(whole, -loss * n_tokens, atol=1e-4)
         lengths.add(n_tokens)
     assert lengths == {3, 4, 11}
+
+
+def test_likelihood_is_the_loss_of_an_encoder_decoder(blip2_t5):
+    """By the model's own mean loss on the caption, which its decoder reads behind its start."""
+    scorer = load_generative(str(blip2_t5), "caption-per-token", "cpu")
+    means = scorer.score(IMAGES, CAPTIONS)
+    tokenizer = scorer.processor.tokenizer
+    for image, caption, mean in zip(IMAGES, CAPTIONS, means, strict=True):
+        inputs = scorer.processor(images=image.convert("RGB"), text="", return_tensors="pt")
+        tokens = tokenizer(caption, add_special_tokens=False)["input_ids"]
+        labels = torch.tensor([[*tokens, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            loss = scorer.model(**inputs, labels=labels).loss
+        assert -loss == pytest.approx(float(mean), abs=1e-5)
 
 
 def likelihood_of_tokens(scorer, image, caption):

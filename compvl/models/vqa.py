@@ -32,7 +32,11 @@ GENERATIVE_SCORES = ("vqa", "caption", "gain", "caption-per-token", "gain-per-to
 
 
 def _prompt(processor, question: str) -> str:
-    """The text before the answer; an empty question leaves the image alone."""
+    """The text before the answer; an empty question leaves the image alone.
+
+    The processors of BLIP-2 and InstructBLIP put the image's tokens before it themselves."""
+    if hasattr(processor, "num_query_tokens"):
+        return question
     if getattr(processor, "chat_template", None):
         content = [{"type": "image"}]
         if question:
@@ -202,28 +206,45 @@ class VQAScorer:
     def _likelihoods(self, images, questions, captions) -> Tensor:
         """Log-probability of each answer, float32 [B]: the sum over its tokens, or the mean."""
         answers = [self._answer(caption) for caption in captions]
-        pad = self.processor.tokenizer.pad_token_id or 0
-        prefix = self.model.config.model_type == "paligemma"
         inputs = self._inputs(images, questions)
-        inputs, starts = _with_answers(inputs, answers, pad, prefix)
-        length = inputs["input_ids"].shape[1]
-        logits = self._logits(inputs, length - min(starts) + 1)
-        first = length - logits.shape[1]  # the place of the first logits
+        if self.model.config.is_encoder_decoder:
+            logits, places = self._decoded(inputs, answers)
+        else:
+            logits, places = self._appended(inputs, answers)
         found = []
-        for row, start, answer in zip(logits, starts, answers, strict=True):
-            place = start - 1 - first
+        for row, place, answer in zip(logits, places, answers, strict=True):
             predicted = row[place : place + len(answer)].float().log_softmax(-1).cpu()
             by_token = predicted.gather(1, answer[:, None])
             found.append(by_token.mean() if self.is_per_token else by_token.sum())
         return torch.stack(found)
 
+    def _appended(self, inputs: dict, answers: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """Logits [B, n, V] where answers follow their prompts, and the place of each's first."""
+        pad = self.processor.tokenizer.pad_token_id or 0
+        prefix = self.model.config.model_type == "paligemma"
+        inputs, starts = _with_answers(inputs, answers, pad, prefix)
+        length = inputs["input_ids"].shape[1]
+        logits = self._logits(inputs, length - min(starts) + 1)
+        first = length - logits.shape[1]  # the place of the first logits
+        return logits, [start - 1 - first for start in starts]
+
+    def _decoded(self, inputs: dict, answers: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """Logits [B, m, V] of a decoder that is given the answers, and zeros: they start there."""
+        pad = self.processor.tokenizer.pad_token_id or 0
+        none = torch.zeros(0, dtype=torch.long)
+        inputs, _ = _with_answers(inputs, [none] * len(answers), pad, False)  # padded on the right
+        written = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=pad)
+        start = torch.full((len(answers), 1), _decoder_start(self.model))
+        before = torch.cat([start, written[:, :-1]], 1)
+        return self._logits(inputs | dict(decoder_input_ids=before), 0), [0] * len(answers)
+
     def _logits(self, inputs: dict, keep: int) -> Tensor:
-        """Logits of the last `keep` places, or of all, where the model cannot leave any out."""
+        """Logits of the last `keep` places; of all for 0, or where the model leaves none out."""
         moved = {}
         for name, values in inputs.items():
             dtype = self.model.dtype if values.is_floating_point() else values.dtype
             moved[name] = values.to(self.device, dtype)
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+        if keep and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             moved["logits_to_keep"] = keep
         return self.model(**moved, use_cache=False).logits
 
@@ -239,13 +260,21 @@ class VQAScorer:
         return torch.tensor([self._priors[caption] for caption in captions])
 
 # %% ../../nbs/lib/models/14c_vqa.ipynb #89402699
+def _decoder_start(model) -> int | None:
+    """The token that an encoder-decoder starts its answer with; None where no config has it."""
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
+        token = getattr(config, "decoder_start_token_id", None)
+        if token is not None:
+            return token
+    return None
+
+
 def _check_model(model, processor, name: str):
     """Raise CompvlError for a model whose answers cannot be scored here."""
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and _decoder_start(model) is None:
         raise CompvlError(
-            f"{name} is an encoder-decoder ({model.config.model_type}), and what is known here are "
-            "models that read image, question and answer as one text, such as LLaVA or Qwen2-VL: "
-            "wrap it in an object with the methods of PairScorer"
+            f"{name} is an encoder-decoder ({model.config.model_type}) without a token to start "
+            "its answer with: set decoder_start_token_id in its config.json"
         )
     if not (getattr(processor, "chat_template", None) or getattr(processor, "image_token", None)):
         raise CompvlError(
