@@ -21,7 +21,7 @@ from compvl.paper.table_rows import GENERATIVE
 from compvl.train.captioner import CaptionerConfig, train_captioner
 
 transformers = pytest.importorskip("transformers")
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 
 WORDS = (
     "Does this show ? Please answer yes or no . Yes USER : ASSISTANT a the red blue star fish box"
@@ -111,18 +111,36 @@ def paligemma(tmp_path_factory):
     return folder
 
 
-def tiny_blip2(text, folder):
-    """Save a tiny BLIP-2 with this language model, whose processor adds the image's tokens."""
+T5 = dict(model_type="t5", vocab_size=40, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
+T5 |= dict(decoder_start_token_id=3, pad_token_id=3, eos_token_id=2)
+OPT = dict(model_type="opt", vocab_size=40, hidden_size=32, ffn_dim=64, num_hidden_layers=2)
+OPT |= dict(num_attention_heads=2, word_embed_proj_dim=32, pad_token_id=3)
+
+
+def tiny_blip(kind, text, folder):
+    """Save a tiny Blip2 or InstructBlip (`kind`) with this language model.
+
+    Its processor puts the image's tokens before the prompt."""
     images = transformers.BlipImageProcessor(size=dict(height=32, width=32))
-    processor = transformers.Blip2Processor(images, word_tokenizer(), num_query_tokens=4)
-    config = transformers.Blip2Config(
+    tokenizers = [word_tokenizer()]
+    if kind == "InstructBlip":  # a second one for the Q-Former, which adds its special tokens
+        second = word_tokenizer()
+        ends = [("<s>", 1), ("</s>", 2)]
+        second.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=ends
+        )
+        tokenizers.append(second)
+    made_by = getattr(transformers, f"{kind}Processor")
+    processor = made_by(images, *tokenizers, num_query_tokens=4)
+    config = getattr(transformers, f"{kind}Config")(
         vision_config=dict(SIZE, image_size=32, patch_size=16),
         qformer_config=dict(SIZE, vocab_size=len(processor.tokenizer)),
         text_config=text,
         num_query_tokens=4,
         image_token_index=processor.tokenizer.convert_tokens_to_ids("<image>"),
     )
-    randomized(transformers.Blip2ForConditionalGeneration(config)).save_pretrained(folder)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    randomized(model).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
 
@@ -130,21 +148,23 @@ def tiny_blip2(text, folder):
 @pytest.fixture(scope="module")
 def blip2_t5(tmp_path_factory):
     """The folder of a tiny BLIP-2 with an encoder-decoder."""
-    text = dict(model_type="t5", vocab_size=40, d_model=32, d_kv=16, d_ff=64, num_layers=2)
-    text |= dict(num_heads=2, decoder_start_token_id=3, pad_token_id=3, eos_token_id=2)
-    return tiny_blip2(text, tmp_path_factory.mktemp("blip2-t5"))
+    return tiny_blip("Blip2", T5, tmp_path_factory.mktemp("blip2-t5"))
 
 
 @pytest.fixture(scope="module")
 def blip2_opt(tmp_path_factory):
     """The folder of a tiny BLIP-2 with a decoder alone."""
-    text = dict(model_type="opt", vocab_size=40, hidden_size=32, ffn_dim=64, num_hidden_layers=2)
-    text |= dict(num_attention_heads=2, word_embed_proj_dim=32, pad_token_id=3)
-    return tiny_blip2(text, tmp_path_factory.mktemp("blip2-opt"))
+    return tiny_blip("Blip2", OPT, tmp_path_factory.mktemp("blip2-opt"))
+
+
+@pytest.fixture(scope="module")
+def instructblip(tmp_path_factory):
+    """The folder of a tiny InstructBLIP, which says only of its language model what it is."""
+    return tiny_blip("InstructBlip", T5, tmp_path_factory.mktemp("instructblip"))
 
 
 @pytest.mark.parametrize("kind", GENERATIVE_SCORES)
-@pytest.mark.parametrize("family", ["llava", "paligemma", "blip2_t5", "blip2_opt"])
+@pytest.mark.parametrize("family", ["llava", "paligemma", "blip2_t5", "blip2_opt", "instructblip"])
 def test_a_batch_is_as_one_pair_at_a_time(family, kind, request):
     folder = str(request.getfixturevalue(family))
     together = load_generative(folder, kind, "cpu", batch_size=4)

@@ -207,7 +207,7 @@ class VQAScorer:
         """Log-probability of each answer, float32 [B]: the sum over its tokens, or the mean."""
         answers = [self._answer(caption) for caption in captions]
         inputs = self._inputs(images, questions)
-        if self.model.config.is_encoder_decoder:
+        if _has_decoder(self.model):
             logits, places = self._decoded(inputs, answers)
         else:
             logits, places = self._appended(inputs, answers)
@@ -260,6 +260,13 @@ class VQAScorer:
         return torch.tensor([self._priors[caption] for caption in captions])
 
 # %% ../../nbs/lib/models/14c_vqa.ipynb #89402699
+def _has_decoder(model) -> bool:
+    """Whether the answer is written in a decoder apart from the prompt; InstructBLIP's config says
+    so only of its language model."""
+    config = model.config
+    return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
+
+
 def _decoder_start(model) -> int | None:
     """The token that an encoder-decoder starts its answer with; None where no config has it."""
     for config in (model.config, model.config.get_text_config(), model.generation_config):
@@ -271,7 +278,7 @@ def _decoder_start(model) -> int | None:
 
 def _check_model(model, processor, name: str):
     """Raise CompvlError for a model whose answers cannot be scored here."""
-    if model.config.is_encoder_decoder and _decoder_start(model) is None:
+    if _has_decoder(model) and _decoder_start(model) is None:
         raise CompvlError(
             f"{name} is an encoder-decoder ({model.config.model_type}) without a token to start "
             "its answer with: set decoder_start_token_id in its config.json"
