@@ -16,7 +16,7 @@ from open_clip.model import CustomTextCLIP
 from open_clip.transformer import TextTransformer, VisionTransformer, text_global_pool
 from torch import Tensor, nn
 
-from .last_layer import output_at, reads_one_position
+from .last_layer import is_watched, output_at, reads_one_position
 
 # %% ../../nbs/lib/models/04_towers.ipynb #7a00a98f
 def _ends(tokens: Tensor, pool: str, eos: int | None) -> Tensor:
@@ -151,7 +151,7 @@ def _reads_class_token(clip: nn.Module) -> bool:
     own = encode in (open_clip.CLIP.encode_image, CustomTextCLIP.encode_image)
     if not own or "encode_image" in vars(clip) or type(visual) is not VisionTransformer:
         return False
-    if visual._forward_hooks or visual._forward_pre_hooks or "forward" in vars(visual):
+    if is_watched([visual]):
         return False
     is_read_there = visual.pool_type == "tok" and visual.attn_pool is None
     return is_read_there and not visual.output_tokens and reads_one_position(visual.transformer)

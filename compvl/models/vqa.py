@@ -244,7 +244,7 @@ class VQAScorer:
         for name, values in inputs.items():
             dtype = self.model.dtype if values.is_floating_point() else values.dtype
             moved[name] = values.to(self.device, dtype)
-        if keep and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             moved["logits_to_keep"] = keep
         return self.model(**moved, use_cache=False).logits
 
