@@ -4,7 +4,8 @@
         [--rows vit-b-16 rn50] [--folder data/results/micro-full/pieces] [--cost]
 
 A piece is a row of the papers' tables with one seed: trained, and scored on every benchmark that
-the notebooks show it on. Finished pieces are kept, so the command goes on where it was stopped.
+the notebooks show it on. The folder holds whole pieces alone, so the command goes on where it was
+stopped; what is unfinished waits in the folder of training runs ($COMPVL_RUNS).
 Notebooks that run with COMPVL_PIECES=<folder> take the pieces in place of training. Seeds come
 first: after the first round every row has one, after the second two. --cost makes nothing: it
 prints how many of the runs are there, how long their training took, and what is left.
@@ -13,6 +14,7 @@ prints how many of the runs are there, how long their training took, and what is
 import argparse
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -117,20 +119,56 @@ def cost(folder: Path, todo, profile) -> str:
     return "\n".join(lines)
 
 
-def make_piece(name, row, seed, by_split):
-    """Make one piece, in this process. Intervals are computed by the notebooks, and not here."""
-    from compvl.paper.evaluation import results
-    from compvl.paper.profiles import get_profile
+def rows_of(row):
+    """The rows that are scored in the piece of a row: a captioner's scores are of one run."""
     from compvl.paper.table_rows import GENERATIVE
 
+    return GENERATIVE if row in GENERATIVE else [row]
+
+
+def is_whole(folder: Path, profile, rows, seed, by_split) -> bool:
+    """Whether the rows' scores on all benchmarks are in the folder."""
+    from compvl.paper.loading import load
+    from compvl.paper.pieces import Pieces
+    from compvl.paper.runs import run_config
+
+    pieces = Pieces(folder)
+    configs = [run_config(row, profile, seed) for row in rows]
+    for split, names in by_split.items():
+        items, _ = load(names, profile, split=split)
+        if not all(pieces.has_scores(config, items) for config in configs):
+            return False
+    return True
+
+
+def make_piece(name, row, seed, by_split):
+    """Make one piece, in this process. Intervals are computed by the notebooks, and not here.
+
+    It is made beside the runs, and comes into the folder of pieces as a whole."""
+    from compvl.core import runs_dir
+    from compvl.paper.evaluation import results
+    from compvl.paper.profiles import get_profile
+
     profile = replace(get_profile(name), seeds=(seed,), base_seeds=(seed,), n_boot=2)
-    rows = GENERATIVE if row in GENERATIVE else [row]
-    with tempfile.TemporaryDirectory() as out:
-        for split, benchmarks in by_split.items():
-            res = results(
-                rows, benchmarks, profile, out, f"piece-{split}", progress=False, split=split
-            )
-            res.check()
+    rows = rows_of(row)
+    folder = Path(os.environ["COMPVL_PIECES"])
+    if is_whole(folder, profile, rows, seed, by_split):
+        return
+    unfinished = runs_dir() / "unfinished" / f"{name}-{row.key}-{seed}"
+    os.environ["COMPVL_PIECES"] = str(unfinished)
+    try:
+        with tempfile.TemporaryDirectory() as out:
+            for split, benchmarks in by_split.items():
+                res = results(
+                    rows, benchmarks, profile, out, f"piece-{split}", progress=False, split=split
+                )
+                res.check()
+    finally:
+        os.environ["COMPVL_PIECES"] = str(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(unfinished.iterdir()):
+        shutil.move(file, folder / file.name)
+    unfinished.rmdir()
 
 
 def end_with(parent: int):

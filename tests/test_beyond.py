@@ -3,9 +3,11 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ import pytest
 from compvl.benchmarks.loading import load_benchmark
 from compvl.benchmarks.synthetic.combinations import kept_out
 from compvl.core import CompvlError
+from compvl.evaluate.kept import Kept
 from compvl.microworld.datasets import FinetuneSet, PretrainSet
+from compvl.paper import pieces as pieces_of_runs
 from compvl.paper.loading import STANDARD, TRIPLET_BENCHMARKS
 from compvl.paper.profiles import PROFILES
 from compvl.paper.rows import ROWS
@@ -89,10 +93,16 @@ def trained_keys(table):
     return {row.key for row in table if row.source == "trained"}
 
 
-def test_pieces_are_made_of_all_that_the_notebook_shows():
+def script_of_pieces():
+    """scripts/pieces.py as a module."""
     spec = importlib.util.spec_from_file_location("pieces", ROOT / "scripts/pieces.py")
     pieces = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pieces)
+    return pieces
+
+
+def test_pieces_are_made_of_all_that_the_notebook_shows():
+    pieces = script_of_pieces()
     plan = pieces.plan(PROFILES["micro-full"])
     planned = {row.key: by_split for row, seed, by_split in plan if seed == 0}
 
@@ -175,3 +185,44 @@ def test_a_piece_that_fails_or_whose_process_is_killed_costs_only_itself(tmp_pat
     assert "6 of 10 pieces are there, 4 failed" in done.stdout
     assert "wrong, seed 0: ValueError: no such row" in done.stdout
     assert "killed, seed 1: BrokenProcessPool" in done.stdout
+
+
+def test_a_piece_comes_into_the_folder_as_a_whole(tmp_path, monkeypatch):
+    def save_one(self, key, table):
+        if saved:
+            raise OSError("disk full")
+        saved.append(key)
+        save(self, key, table)
+
+    def refuse(*args, **options):
+        raise AssertionError("the piece is there: nothing is trained")
+
+    folder = tmp_path / "pieces"
+    runs = tmp_path / "runs"
+    monkeypatch.setenv("COMPVL_PIECES", str(folder))
+    monkeypatch.setenv("COMPVL_RUNS", str(runs))
+    make = partial(
+        script_of_pieces().make_piece,
+        "smoke",
+        ROWS["clip-coco"],
+        0,
+        {None: ["swap", "replace-attributes"]},
+    )
+    save = Kept.save
+    saved = []
+    monkeypatch.setattr(Kept, "save", save_one)
+    with pytest.raises(CompvlError, match="disk full"):
+        make()
+    assert not folder.exists()
+    assert list((runs / "unfinished").rglob("*.json"))
+
+    monkeypatch.setattr(Kept, "save", save)
+    make()
+    names = {file.name for file in folder.iterdir()}
+    assert len(names) == 3 * 2  # the run and two benchmarks: each a table and a description
+    assert not list((runs / "unfinished").iterdir())
+
+    shutil.rmtree(runs)
+    monkeypatch.setattr(pieces_of_runs, "finished_model", refuse)
+    make()
+    assert {file.name for file in folder.iterdir()} == names
