@@ -6,9 +6,9 @@ micro finetunes for 120 steps, which is what fits into a reproduction on two cor
 Where pieces of micro-full have been made (`scripts/pieces.py`), this script evaluates them on the
 items of micro-full, and writes to data/results/micro-full:
 
-- longer.csv, the accuracy and brittleness of each row of Table 1 that is there, longer_pairs.csv,
-  paired differences of rows, and longer_convergence.csv, how well the runs keep the two rules of
-  `compvl.paper.convergence`;
+- longer.csv, accuracy, brittleness and mean scores of each row of Table 1 that is there,
+  longer_pairs.csv, paired differences of rows, and longer_convergence.csv, how well the runs keep
+  the two rules of `compvl.paper.convergence`;
 - <results>_contrasts.csv, the figures that the ledger's statements are tested by, as far as their
   rows are there (`compvl.paper.longer`).
 
@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compvl.core import atomic_write, data_dir
-from compvl.paper.columns import ACCURACY
+from compvl.paper.columns import ACCURACY, MEAN_SCORES
 from compvl.paper.comparisons import comparisons
 from compvl.paper.convergence import convergence
 from compvl.paper.evaluation import learning_curves, results
@@ -72,7 +72,8 @@ def write_table1(profile, out: Path):
     found.check()
     write(convergence(learning_curves(rows, profile, out), rows).round(2), "longer_convergence.csv")
     summary = found.summary()
-    summary = summary[summary.metric.isin({column.metric for column in ACCURACY})]
+    metrics = {column.metric for column in (*ACCURACY, *MEAN_SCORES)}
+    summary = summary[summary.metric.isin(metrics)]
     write(
         summary[["method", "benchmark", "group", "metric", "value", "lo", "hi", "n"]], "longer.csv"
     )

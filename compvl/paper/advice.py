@@ -115,12 +115,11 @@ def _recommendation(choice, unit: str, most: int) -> str:
             "runner-up, is better on the other half"
         )
     value = figure_text(choice.value)
-    lo, hi = (figure_text(end, sign="+") for end in (choice.lo, choice.hi))
-    compared = "better" if choice.ahead >= 0 else "worse"
+    numbers = (choice.ahead, choice.lo, choice.hi)
+    ahead, lo, hi = (figure_text(number, sign="+") for number in numbers)
     return (
-        f"- {choice.goal}: {advised}. {best} has {value} on the other half, "
-        f"{figure_text(abs(choice.ahead))} {unit} {compared} than the runner-up, {second} "
-        f"(lead in [{lo}, {hi}])."
+        f"- {choice.goal}: {advised}. {best} has {value} on the other half; the difference from "
+        f"the runner-up, {second}, is {ahead} {unit} [{lo}, {hi}] (above zero: better)."
     )
 
 

@@ -47,6 +47,8 @@ def draw_curves(
     metrics: Sequence[str],
     titles: dict[str, str] | None = None,  # of the metrics
     smooth: int = 9,  # steps of the running mean, at most a tenth of all
+    ylabel: str = "",
+    from_zero: bool = True,  # whether the vertical axes begin at zero
 ):
     """A panel for each metric, with a line for each row. Returns the figure."""
     titles = titles or {}
@@ -63,9 +65,12 @@ def draw_curves(
         ends = []
         for ax, metric in zip(axes, metrics, strict=True):
             ends.append(_draw_metric(ax, log, rows, metric, smooth))
-            ax.set(title=titles.get(metric, metric), xlabel="step", ylim=(0, None))
+            ax.set(title=titles.get(metric, metric), xlabel="step")
             ax.margins(x=0.01)
+            if from_zero:
+                ax.set_ylim(bottom=0)
             light_grid(ax)
+        axes[0].set_ylabel(ylabel)
         if many:
             for ax, of_panel in zip(axes, ends, strict=True):
                 if of_panel:

@@ -82,8 +82,8 @@ class Profile:
         """A description of the profile in a sentence or two."""
         sentence = (
             f"Profile `{self.name}`: {self.model} from `{self.train['pretrained']}`, finetuned "
-            f"{self._length()} on {self._pairs()}, {self._seeds()}; {self._items()} of each "
-            f"benchmark; {self._intervals()}."
+            f"{self._length()} on {self._pairs()}, {self._seeds()}; {self._items()}; "
+            f"{self._intervals()}."
         )
         if self.name == "smoke":
             sentence += (
@@ -109,7 +109,9 @@ class Profile:
         return f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
 
     def _items(self) -> str:
-        return f"{self.n_items:,} items" if self.n_items else "all items"
+        if not self.n_items:
+            return "all items of each benchmark"
+        return f"{self.n_items:,} items of each benchmark (SWAP: {2 * self.n_items:,})"
 
 # %% ../../nbs/lib/paper/01_profiles.ipynb #60dc760d
 _MICRO = dict(

@@ -27,6 +27,7 @@ from ..stats import Correlation, resampled_difference, resampled_seeds, seed_boo
 
 # %% ../../nbs/lib/paper/08_results.ipynb #d7d1a814
 _SUMMARY = "benchmark group method metric value lo hi n seeds seed_lo seed_hi".split()
+_DECIMALS = 9  # of figures: the same figure, added up in another order, has the same digits
 
 
 def _parts_of(outcomes, table: pd.DataFrame, group: str) -> list[np.ndarray]:
@@ -72,6 +73,11 @@ def _mean_of_parts(parts: list[np.ndarray], weights: list[float]) -> float:
 # %% ../../nbs/lib/paper/08_results.ipynb #775ead83
 _Figure = tuple[str, str, str, str]  # row key, benchmark, group, metric
 _Term = tuple[float, _Figure]  # weight, figure
+
+
+def _items_of(at: _Figure, parts: Sequence[np.ndarray]) -> tuple:
+    """What figures of the same items have in common: benchmark, group, and the parts' sizes."""
+    return (*at[1:3], *(part.shape for part in parts))
 
 
 @dataclass
@@ -195,7 +201,8 @@ class Results:
             lo, hi = np.quantile(boot, [0.025, 0.975])
         value = figures.value
         seeds = (first.n, len(figures), value.min(), value.max())
-        return (benchmark, group, method, metric, value.mean(), lo, hi, *seeds)
+        mean = round(value.mean(), _DECIMALS)
+        return (benchmark, group, method, metric, mean, lo, hi, *seeds)
 
     def summary(self) -> pd.DataFrame:
         """One row a benchmark, group, method and metric.
@@ -226,14 +233,15 @@ class Results:
 
     def _contrasted_means(self, terms: Sequence[_Term]) -> tuple[float, np.ndarray]:
         """Sum of weighted means and its resampled values, paired by item and seed."""
-        by_items = {}  # (benchmark, group) -> parts [seeds, items], their weights
+        by_items = {}  # the items of a figure -> parts [seeds, items], their weights
         for weight, at in terms:
             parts, weights = self.weighted(*at)
+            items = _items_of(at, parts)
             parts = [weight * part for part in parts]
-            if at[1:3] in by_items:
-                known, weights = by_items[at[1:3]]
+            if items in by_items:
+                known, weights = by_items[items]
                 parts = [x + y for x, y in zip(known, parts, strict=True)]
-            by_items[at[1:3]] = (parts, weights)
+            by_items[items] = (parts, weights)
         parts = []
         weights = []
         for of_items, weights_of_items in by_items.values():
@@ -242,7 +250,7 @@ class Results:
         return seed_bootstrap(parts, weights, max(1000, self.profile.n_boot))
 
     def _size(self, terms: Sequence[_Term]) -> dict[str, int]:
-        """Number of items `n` (those of one benchmark and group once) and of seeds of figures."""
+        """Number of items `n` (each once) and of seeds of figures."""
         n_items = {}
         seeds = 1
         for _, at in terms:
@@ -252,7 +260,7 @@ class Results:
                 seeds = max(seeds, len(correlations))
             else:
                 parts, _ = self.weighted(*at)
-                n_items[at[1:3]] = sum(part.shape[1] for part in parts)
+                n_items[_items_of(at, parts)] = sum(part.shape[1] for part in parts)
                 seeds = max(seeds, len(parts[0]))
         return dict(n=sum(n_items.values()), seeds=seeds)
 
@@ -261,9 +269,9 @@ class Results:
 
         A figure is (row key, benchmark, group, metric). Those of the same benchmark and group are
         added up item by item and seed by seed before anything is resampled; those of other items
-        are independent; seeds are resampled together. Returns `diff`, its 95 % interval `lo`,
-        `hi`, `p` (two-sided), and the numbers of items `n` and of `seeds`. Raises KeyError where a
-        figure is not there.
+        (the other direction of retrieval, too) are independent; seeds are resampled together.
+        Returns `diff`, its 95 % interval `lo`, `hi`, `p` (two-sided), and the numbers of items `n`
+        and of `seeds`. Raises KeyError where a figure is not there.
         """
         found = self._contrasted_correlations(terms) or self._contrasted_means(terms)
         diff, boot = found
@@ -274,8 +282,10 @@ class Results:
         """A figure: the mean over seeds."""
         correlations = self.correlations(*at)
         if correlations:
-            return float(np.mean([correlation.value for correlation in correlations]))
-        return _mean_of_parts(*self.weighted(*at))
+            value = float(np.mean([correlation.value for correlation in correlations]))
+        else:
+            value = _mean_of_parts(*self.weighted(*at))
+        return round(value, _DECIMALS)
 
     def difference(self, a: _Figure, b: _Figure) -> dict:
         """Figure `b` minus figure `a`, as `contrast` of the two.

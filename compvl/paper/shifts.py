@@ -192,6 +192,7 @@ def changes(
     """
     published = published_cells(*names)
     step = 0.8 / max(len(rows), 1)
+    has_published = False
     with style():
         height = 1 + 0.2 * len(columns) * max(len(rows), 2)
         figure, ax = subplots(figsize=(7.5, height), layout="constrained")
@@ -207,6 +208,7 @@ def changes(
                 after = published.get((row.label, column.key))
                 if before is not None and after is not None:
                     at = after - before
+                    has_published = True
                     ax.plot(at, y, marker, mfc="white", mec=color, ms=5.5, zorder=1)
             if line:
                 ax.axhline(line - 0.5, color="#eeeeee", lw=0.8, zorder=0)
@@ -214,7 +216,7 @@ def changes(
         titles = [" ".join(dict.fromkeys((column.block, column.title))) for column in columns]
         ax.set_yticks(range(len(columns)), titles)
         ax.set_ylim(len(columns) - 0.4, -0.6)
-        marks = " (filled: measured, hollow: published)" if published else ""
+        marks = " (filled: measured, hollow: published)" if has_published else ""
         ax.set_xlabel(f"{xlabel} from {short(base.label)}{marks}")
         handles, texts = ax.get_legend_handles_labels()
         if handles:
