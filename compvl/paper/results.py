@@ -76,8 +76,10 @@ _Term = tuple[float, _Figure]  # weight, figure
 
 
 def _items_of(at: _Figure, parts: Sequence[np.ndarray]) -> tuple:
-    """What figures of the same items have in common: benchmark, group, and the parts' sizes."""
-    return (*at[1:3], *(part.shape for part in parts))
+    """What figures of the same items have in common: benchmark, group, and the parts' sizes.
+
+    Rows may have other numbers of seeds, and yet be of the same items."""
+    return (*at[1:3], *(part.shape[1] for part in parts))
 
 
 @dataclass
