@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import difflib
 import gc
 import hashlib
 import importlib.metadata
@@ -43,11 +44,17 @@ class CompvlError(Exception):
 def pick(name: str, known, what: str) -> str:
     """`name` if it is one of `known`; `what` it is a name of goes into the error.
 
-    Raises `CompvlError` with the known names otherwise.
+    Raises `CompvlError` otherwise, with the known names: of many, those that are spelt alike.
     """
     if name in known:
         return name
-    raise CompvlError(f"Unknown {what} {name!r}: choose one of {', '.join(map(str, known))}.")
+    names = [str(each) for each in known]
+    alike = difflib.get_close_matches(str(name), names, n=3)
+    if alike and len(names) > 20:
+        raise CompvlError(
+            f"Unknown {what} {name!r}: did you mean {' or '.join(alike)}? ({len(names)} are known)"
+        )
+    raise CompvlError(f"Unknown {what} {name!r}: choose one of {', '.join(names)}.")
 
 # %% ../nbs/lib/01_core.ipynb #67931907
 _PACKAGE = Path(importlib.util.find_spec("compvl").origin).resolve().parent

@@ -13,7 +13,7 @@ from .columns import ABLATION, COMPOSITION, RETRIEVAL, SIMILARITY, WITH_HN, Colu
 from .published import published
 from .rows import ROWS
 from .similarities import EMPHASIS
-from .statements import Contrast, Statement, Stored, differs, mean_of
+from .statements import Contrast, Statement, Stored, differs, mean_of, minus
 
 # %% ../../nbs/lib/paper/18c_statements_cae.ipynb #f6b212a8
 _TABLES_1_2_5 = "06_cae"
@@ -52,7 +52,7 @@ def _mean_change(
     b: str, a: str, columns: list[Column], over: str, paper: str, **options
 ) -> Contrast:
     """The change of the mean of columns from the row `a` to the row `b`."""
-    terms = (*mean_of([b], columns), *mean_of([a], columns, -1.0))
+    terms = minus(mean_of([b], columns), mean_of([a], columns))
     test = f"{_name(b)} − {_name(a)}, mean of {over}"
     return Contrast(_TABLES_1_2_5, test, terms, paper=paper, **options)
 
@@ -210,7 +210,7 @@ def _attributes_easier(block: str) -> Contrast:
     """CLIP's accuracy on attributes minus that on relations."""
     attribute = _ATTRIBUTE_OF[block]
     relation = _RELATION_OF[block]
-    terms = (*mean_of(["clip"], [attribute]), *mean_of(["clip"], [relation], -1.0))
+    terms = minus(mean_of(["clip"], [attribute]), mean_of(["clip"], [relation]))
     test = f"CLIP: attributes − relations, {block}"
     return Contrast(_TABLES_1_2_5, test, terms, paper="cae_table1", seeds=1)
 
@@ -418,14 +418,12 @@ def _gains_more(key: str, than: str) -> Contrast:
     """The gain of CLIP-CAE over CLIP-FT in a correlation minus that in another one."""
     first = [_SIMILARITIES[key]]
     second = [_SIMILARITIES[than]]
-    terms = (
-        *mean_of(["cae-attention"], first),
-        *mean_of([_CLIP_FT], first, -1.0),
-        *mean_of(["cae-attention"], second, -1.0),
-        *mean_of([_CLIP_FT], second),
-    )
+    gains = [
+        minus(mean_of(["cae-attention"], column), mean_of([_CLIP_FT], column))
+        for column in (first, second)
+    ]
     test = f"CLIP-CAE − CLIP-FT: {first[0].block} − {second[0].block}, {first[0].title}"
-    return Contrast(_TABLE4, test, terms, paper="cae_table4")
+    return Contrast(_TABLE4, test, minus(*gains), paper="cae_table4")
 
 
 _TABLES_3_4 = [
