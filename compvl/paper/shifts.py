@@ -346,11 +346,12 @@ def drift_plot(table: pd.DataFrame, correlation: pd.DataFrame, metric: str = "au
     `table` and `correlation` come from `drift` and `drift_correlation`. Returns the figure.
     """
     names = list(dict.fromkeys(table.benchmark))
-    wide = max(1, len(names))
+    tall = max(1, len(names))
     with style():
-        figure, (axes,) = subplots(
-            1, wide, figsize=(7 * wide, 6.4), layout="constrained", squeeze=False
+        figure, axes = subplots(
+            tall, 1, figsize=(11, 5.6 * tall), layout="constrained", squeeze=False
         )
+        axes = axes[:, 0]
         for ax, name in zip(axes, names, strict=False):
             for number, row in enumerate(table[table.benchmark == name].itertuples()):
                 color, marker = look(row.method, number)
@@ -369,7 +370,7 @@ def drift_plot(table: pd.DataFrame, correlation: pd.DataFrame, metric: str = "au
             ax.set_xlabel("drift of the mean score of c")
             ax.set_ylabel(f"{METRIC_TITLES[metric]} (%)")
             ax.axvline(0, color="#888888", lw=1, zorder=0)
-            ax.margins(0.12)
+            ax.margins(0.08)
             light_grid(ax)
         figure.canvas.draw()
         figure.set_layout_engine("none")
