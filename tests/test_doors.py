@@ -302,23 +302,35 @@ def features(output):
 KINDS = ["CLIP", "SigLIP", "SigLIP 2 NaFlex", "MetaCLIP 2", "AltCLIP", "ChineseCLIP"]
 
 
+def text_features_alone(network, tokenizer, captions, kind, **padded):
+    """Normalised features of captions as transformers computes them, without compvl."""
+    inputs = tokenizer(captions, return_tensors="pt", truncation=True, **padded)
+    if kind.startswith("SigLIP"):
+        inputs.pop("attention_mask")  # trained without one
+    inputs.pop("token_type_ids", None)
+    return F.normalize(features(network.get_text_features(**inputs)), dim=-1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_dual_encoder_is_evaluated(tmp_path, swap, captions, words, kind):
     network, tokenizer = write_dual_encoder(tmp_path, kind, words)
     model = open_model(f"transformers:{tmp_path}", device="cpu")
-    padded = dict(padding=True, truncation=True, max_length=24)
+    captions = [caption.lower() for caption in captions]
+    whole = dict(padding="max_length", max_length=24)
     if kind.startswith("SigLIP"):
-        padded = dict(padding="max_length", truncation=True, max_length=64, padding_side="right")
-    assert model.context_length == padded["max_length"]
+        whole = dict(padding="max_length", max_length=64, padding_side="right")
+    assert model.context_length == whole["max_length"]
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), np.uint8))
     with torch.no_grad():
-        inputs = tokenizer([c.lower() for c in captions], return_tensors="pt", **padded)
-        if kind.startswith("SigLIP"):
-            inputs.pop("attention_mask")  # trained without one
-        inputs.pop("token_type_ids", None)
-        expected = F.normalize(features(network.get_text_features(**inputs)), dim=-1)
-        found = model.encode_text(model.tokenizer([c.lower() for c in captions]))
+        found = model.encode_text(model.tokenizer(captions))
+        expected = text_features_alone(network, tokenizer, captions, kind, **whole)
         assert torch.allclose(found, expected, atol=1e-5)
+        if not kind.startswith("SigLIP"):  # which reads its padding, up to the whole context
+            longest = max(len(tokens) for tokens in tokenizer(captions)["input_ids"])
+            assert longest < model.context_length  # so that something is cut off
+            cut = dict(padding=True, max_length=24)
+            expected = text_features_alone(network, tokenizer, captions, kind, **cut)
+            assert torch.allclose(found, expected, atol=1e-5)
         images = transformers.AutoProcessor.from_pretrained(tmp_path).image_processor
         inputs = images(images=[picture], return_tensors="pt")
         expected = F.normalize(features(network.get_image_features(**inputs)), dim=-1)

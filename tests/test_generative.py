@@ -51,9 +51,9 @@ def word_tokenizer(**options):
     )
 
 
-def image_tokenizer():
-    """A tokenizer that knows its image token by name."""
-    return word_tokenizer(extra_special_tokens={"image_token": "<image>"})
+def image_tokenizer(**others):
+    """A tokenizer that knows its image token, and others, by name."""
+    return word_tokenizer(extra_special_tokens={"image_token": "<image>"} | others)
 
 
 def randomized(model):
@@ -111,6 +111,66 @@ def paligemma(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def qwen2_vl(tmp_path_factory):
+    """The folder of a tiny Qwen2-VL: the patches of all images of a batch are in one row."""
+    names = dict(
+        image_token="<|image_pad|>",
+        video_token="<|video_pad|>",
+        vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>",
+    )
+    tokenizer = image_tokenizer(**names)
+    token_ids = {
+        f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()
+    }
+    patches = dict(patch_size=14, spatial_merge_size=2, temporal_patch_size=2)
+    rope = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[2, 3, 3])
+    text = dict(SIZE, num_key_value_heads=1, vocab_size=len(tokenizer), rope_parameters=rope)
+    config = transformers.Qwen2VLConfig(
+        vision_config=dict(patches, depth=2, embed_dim=32, hidden_size=32, num_heads=2),
+        text_config=dict(text, bos_token_id=1, eos_token_id=2, pad_token_id=3),
+        **token_ids,
+    )
+    folder = tmp_path_factory.mktemp("qwen2-vl")
+    randomized(transformers.Qwen2VLForConditionalGeneration(config)).save_pretrained(folder)
+    transformers.Qwen2VLProcessor(
+        transformers.Qwen2VLImageProcessor(size=dict(shortest_edge=28**2, longest_edge=56**2)),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(),
+        chat_template=TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>"),
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def smolvlm(tmp_path_factory):
+    """The folder of a tiny SmolVLM, a model of type Idefics3, which cuts an image into tiles."""
+    tokenizer = image_tokenizer(
+        fake_image_token="<fake_token_around_image>",
+        global_image_token="<global-img>",
+        end_of_utterance_token="<end_of_utterance>",
+    )
+    images = transformers.Idefics3ImageProcessor(
+        size=dict(longest_edge=64), max_image_size=dict(longest_edge=32)
+    )
+    processor = transformers.Idefics3Processor(
+        images, tokenizer, image_seq_len=1, chat_template=TEMPLATE
+    )
+    config = transformers.Idefics3Config(
+        vision_config=dict(SIZE, image_size=32, patch_size=16),
+        text_config=transformers.LlamaConfig(
+            **SIZE, vocab_size=len(processor.tokenizer), pad_token_id=3
+        ),
+        image_token_id=processor.image_token_id,
+        scale_factor=2,
+    )
+    folder = tmp_path_factory.mktemp("smolvlm")
+    randomized(transformers.Idefics3ForConditionalGeneration(config)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
 T5 = dict(model_type="t5", vocab_size=40, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
 T5 |= dict(decoder_start_token_id=3, pad_token_id=3, eos_token_id=2)
 OPT = dict(model_type="opt", vocab_size=40, hidden_size=32, ffn_dim=64, num_hidden_layers=2)
@@ -163,8 +223,12 @@ def instructblip(tmp_path_factory):
     return tiny_blip("InstructBlip", T5, tmp_path_factory.mktemp("instructblip"))
 
 
+CHAT = ["llava", "qwen2_vl", "smolvlm"]  # with a chat template
+FAMILIES = [*CHAT, "paligemma", "blip2_t5", "blip2_opt", "instructblip"]
+
+
 @pytest.mark.parametrize("kind", GENERATIVE_SCORES)
-@pytest.mark.parametrize("family", ["llava", "paligemma", "blip2_t5", "blip2_opt", "instructblip"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_is_as_one_pair_at_a_time(family, kind, request):
     folder = str(request.getfixturevalue(family))
     together = load_generative(folder, kind, "cpu", batch_size=4)
@@ -226,9 +290,11 @@ def likelihood_of_tokens(scorer, image, caption):
     return logits[before - 1 : -1].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
-def test_gain_is_of_whole_captions_and_by_name_of_tokens(llava):
+@pytest.mark.parametrize("family", CHAT)
+def test_gain_is_of_whole_captions_and_by_name_of_tokens(family, request):
     """log p(caption | image) − log p(caption), the prior being the mean likelihood given noise."""
-    scorers = {kind: load_generative(str(llava), kind, "cpu") for kind in GENERATIVE_SCORES[1:]}
+    folder = str(request.getfixturevalue(family))
+    scorers = {kind: load_generative(folder, kind, "cpu") for kind in GENERATIVE_SCORES[1:]}
     scores = {kind: scorer.score(IMAGES, CAPTIONS) for kind, scorer in scorers.items()}
     scorer = scorers["gain"]
     for k, (image, caption) in enumerate(zip(IMAGES, CAPTIONS, strict=True)):
@@ -258,9 +324,10 @@ def test_kinds_are_opened_by_name(llava):
     assert load_generative(str(llava), device="cpu").kind == "vqa"
 
 
-def test_vqa_is_the_first_generated_token(llava):
+@pytest.mark.parametrize("family", CHAT)
+def test_vqa_is_the_first_generated_token(family, request):
     """The probability of Yes is that with which the model would begin its answer."""
-    scorer = load_generative(str(llava), device="cpu")
+    scorer = load_generative(str(request.getfixturevalue(family)), device="cpu")
     for image, caption, score in zip(IMAGES, CAPTIONS, scorer.score(IMAGES, CAPTIONS), strict=True):
         question = f'Does this figure show "{caption}"? Please answer yes or no.'
         content = [{"type": "image"}, {"type": "text", "text": question}]
