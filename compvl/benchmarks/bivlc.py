@@ -49,7 +49,8 @@ dataset(
         "MIT; COCO's photographs under their Flickr licences",
         "https://huggingface.co/datasets/imirandam/BiVLC",
         n=2_933,
-        steps="Load bivlc with source='hub', which saves it under the data root. Or run  "
+        steps="Load bivlc with source='hub' (compvl evaluate: --source hub), which saves "
+        "it under the data root. Or run  "
         f"hf download imirandam/BiVLC --repo-type dataset --revision {_BIVLC.revision} "
         "--local-dir bivlc  in the data root.",
     )

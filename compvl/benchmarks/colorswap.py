@@ -48,7 +48,8 @@ dataset(
         f"https://huggingface.co/datasets/{_REPO}",
         n=1_000,
         steps="Accept the terms at https://huggingface.co/datasets/stanfordnlp/colorswap (an "
-        "account is needed), run  hf auth login  and load colorswap with source='hub'. Or download "
+        "account is needed), run  hf auth login  and load colorswap with source='hub' "
+        "(compvl evaluate: --source hub). Or download "
         "https://drive.google.com/file/d/1xdG94DQdz_eQVH1lrEeaHVz_BNkrVgb5/view and put "
         "train.json, test.json and the unpacked images/ into colorswap/data/ under the data root.",
     )

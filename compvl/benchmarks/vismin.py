@@ -40,7 +40,8 @@ dataset(
         "CC BY 4.0",
         "https://huggingface.co/datasets/mair-lab/vismin-bench",
         n=2_084,
-        steps="Load vismin with source='hub', which saves it under the data root. Or run  "
+        steps="Load vismin with source='hub' (compvl evaluate: --source hub), which saves "
+        "it under the data root. Or run  "
         f"hf download mair-lab/vismin-bench --repo-type dataset --revision {_VISMIN.revision} "
         "--local-dir vismin  in the data root.",
     )
