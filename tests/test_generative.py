@@ -65,6 +65,13 @@ def randomized(model):
     return model.eval()
 
 
+def saved(model, processor, folder):
+    """The folder, with the model's large random weights and its processor in it."""
+    randomized(model).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
     """The folder of a tiny LLaVA, which has a chat template."""
@@ -106,9 +113,7 @@ def paligemma(tmp_path_factory):
         projection_dim=32,
     )
     folder = tmp_path_factory.mktemp("paligemma")
-    randomized(transformers.PaliGemmaForConditionalGeneration(config)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
+    return saved(transformers.PaliGemmaForConditionalGeneration(config), processor, folder)
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +138,13 @@ def qwen2_vl(tmp_path_factory):
         **token_ids,
     )
     folder = tmp_path_factory.mktemp("qwen2-vl")
-    randomized(transformers.Qwen2VLForConditionalGeneration(config)).save_pretrained(folder)
-    transformers.Qwen2VLProcessor(
+    processor = transformers.Qwen2VLProcessor(
         transformers.Qwen2VLImageProcessor(size=dict(shortest_edge=28**2, longest_edge=56**2)),
         tokenizer,
         transformers.Qwen2VLVideoProcessor(),
         chat_template=TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>"),
-    ).save_pretrained(folder)
-    return folder
+    )
+    return saved(transformers.Qwen2VLForConditionalGeneration(config), processor, folder)
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +170,7 @@ def smolvlm(tmp_path_factory):
         scale_factor=2,
     )
     folder = tmp_path_factory.mktemp("smolvlm")
-    randomized(transformers.Idefics3ForConditionalGeneration(config)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
+    return saved(transformers.Idefics3ForConditionalGeneration(config), processor, folder)
 
 
 T5 = dict(model_type="t5", vocab_size=40, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
@@ -200,9 +202,7 @@ def tiny_blip(kind, text, folder):
         image_token_index=processor.tokenizer.convert_tokens_to_ids("<image>"),
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    randomized(model).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
+    return saved(model, processor, folder)
 
 
 @pytest.fixture(scope="module")

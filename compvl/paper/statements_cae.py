@@ -13,7 +13,7 @@ from .columns import ABLATION, COMPOSITION, RETRIEVAL, SIMILARITY, WITH_HN, Colu
 from .published import published
 from .rows import ROWS
 from .similarities import EMPHASIS
-from .statements import Contrast, Statement, Stored, differs, mean_of, minus
+from .statements import Contrast, Statement, Stored, differs, mean_of, minus, row_minus
 
 # %% ../../nbs/lib/paper/18c_statements_cae.ipynb #f6b212a8
 _TABLES_1_2_5 = "06_cae"
@@ -416,14 +416,13 @@ def _similarity(b: str, a: str, key: str) -> Contrast:
 
 def _gains_more(key: str, than: str) -> Contrast:
     """The gain of CLIP-CAE over CLIP-FT in a correlation minus that in another one."""
-    first = [_SIMILARITIES[key]]
-    second = [_SIMILARITIES[than]]
-    gains = [
-        minus(mean_of(["cae-attention"], column), mean_of([_CLIP_FT], column))
-        for column in (first, second)
-    ]
-    test = f"CLIP-CAE − CLIP-FT: {first[0].block} − {second[0].block}, {first[0].title}"
-    return Contrast(_TABLE4, test, minus(*gains), paper="cae_table4")
+    first = _SIMILARITIES[key]
+    second = _SIMILARITIES[than]
+    terms = minus(
+        row_minus("cae-attention", _CLIP_FT, first), row_minus("cae-attention", _CLIP_FT, second)
+    )
+    test = f"CLIP-CAE − CLIP-FT: {first.block} − {second.block}, {first.title}"
+    return Contrast(_TABLE4, test, terms, paper="cae_table4")
 
 
 _TABLES_3_4 = [

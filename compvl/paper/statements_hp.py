@@ -9,7 +9,7 @@ __all__ = ['HP']
 from itertools import product
 
 from .columns import ACCURACY, MEAN_SCORES, ORIGINAL_SCORE, SPLIT, ZERO_SHOT, Column
-from .statements import Contrast, Statement, Terms, differs, mean_of, minus
+from .statements import Contrast, Statement, Terms, differs, mean_of, minus, row_minus
 from .table_rows import HP_TABLE1, HP_TABLE3, HP_TABLE8
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #07a1e0eb
@@ -66,18 +66,13 @@ def _mean_score(keys: tuple[str, ...], than: tuple[str, ...], on: str, test: str
     return _mean_change(column, test, keys, than, paper="hard_positives_table9", scale=100.0)
 
 
-def _gain(key: str, than: str, column: Column) -> Terms:
-    """Terms of a row's figure minus another row's."""
-    return minus(mean_of((key,), [column]), mean_of((than,), [column]))
-
-
 def _lowers_negatives_alone(than: str, **options) -> tuple[Contrast, ...]:
     """HP+HN minus another row, on REPLACE, in hundredths: s(c_n), and s(c_n) beyond the others."""
     options = {"paper": "hard_positives_table2", "scale": 100.0} | options
     caption, negative, positive = MEAN_SCORES
     tests = [_change("hp+hn", than, negative, **options)]
     for column, symbol in ((caption, "s(c)"), (positive, "s(c_p)")):
-        terms = minus(_gain("hp+hn", than, negative), _gain("hp+hn", than, column))
+        terms = minus(row_minus("hp+hn", than, negative), row_minus("hp+hn", than, column))
         test = f"HP+HN − {_LABELS[than]}: s(c_n) − {symbol}, REPLACE"
         tests.append(Contrast(_TABLE1, test, terms, **options))
     return tuple(tests)
@@ -539,8 +534,8 @@ _APPENDIX_B = [
                 _TABLE8,
                 "RoBERTa − CLIP, augmented accuracy: SWAP − REPLACE",
                 minus(
-                    _gain("roberta", "clip", _AUGMENTED["swap"]),
-                    _gain("roberta", "clip", _AUGMENTED["replace"]),
+                    row_minus("roberta", "clip", _AUGMENTED["swap"]),
+                    row_minus("roberta", "clip", _AUGMENTED["replace"]),
                 ),
                 sign=-1,
             ),
@@ -557,8 +552,8 @@ _APPENDIX_B = [
                 _TABLE8,
                 "DataComp − CLIP, augmented accuracy: REPLACE − SWAP",
                 minus(
-                    _gain("datacomp", "clip", _AUGMENTED["replace"]),
-                    _gain("datacomp", "clip", _AUGMENTED["swap"]),
+                    row_minus("datacomp", "clip", _AUGMENTED["replace"]),
+                    row_minus("datacomp", "clip", _AUGMENTED["swap"]),
                 ),
                 sign=-1,
             ),
