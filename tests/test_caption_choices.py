@@ -4,11 +4,13 @@ beside those of the published programs on the same scores."""
 import csv
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from released import with_other_column
 
 from compvl.benchmarks.items import CaptionChoice, SetChoice
 from compvl.benchmarks.loading import GROUPS, load_benchmark
@@ -271,6 +273,55 @@ def test_released_format_is_read_and_evaluated(name, root, model):
     assert len(item_table(benchmark.covered(), scores[name])) == len(scores[name])
     if name in WORDS:
         assert overall.n[["accuracy", "pair_accuracy", "set_accuracy"]].tolist() == [12, 6, 3]
+
+
+COLUMNS = {  # benchmark: its file, what is read of it
+    "whatsup-a": ("whatsup/controlled_images_dataset.json", "image_path caption_options"),
+    "whatsup-b": ("whatsup/controlled_clevr_dataset.json", "image_path caption_options"),
+    "half-truths-entity": (
+        "half_truths/coco_val.json",
+        "sample_id image_path entities negative_entities relations",
+    ),
+    "half-truths-relation": (
+        "half_truths/coco_val.json",
+        "sample_id image_path entities negative_entities relations",
+    ),
+    "negbench-coco": (
+        "negbench/images/COCO_val_mcq_llama3.1_rephrased.csv",
+        "image_path caption_0 caption_1 caption_2 caption_3 correct_answer correct_answer_template",
+    ),
+    "negbench-coco-retrieval": ("negbench/images/COCO_val_retrieval.csv", "filepath captions"),
+    "crepe-productivity-swap": (
+        "crepe/prod_hard_negatives/swap/prod_vg_hard_negs_swap_complexity_12.csv",
+        "image_id x y width height caption hard_negs",
+    ),
+    "crepe-systematicity": (
+        "crepe/syst_hard_negatives/syst_vg_hard_negs_unseen_compounds_in_cc12m.csv",
+        "image_id x y width height caption valid_hard_negs_atom valid_hard_negs_comp "
+        "valid_hard_negs_combined",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(COLUMNS))
+def test_every_wrong_column_is_refused_by_name(name, root, tmp_path):
+    file, columns = COLUMNS[name]
+    for column in columns.split():
+        path = with_other_column(root, file, column, tmp_path / column)
+        with pytest.raises(CompvlError, match=rf"{path.name}.* '?{column}\b"):
+            load_benchmark(name, tmp_path / column)
+
+
+@pytest.mark.parametrize("stem", ["coco", "gqa"])
+@pytest.mark.parametrize("objects", ["one", "two"])
+def test_entries_of_another_length_are_refused(stem, objects, root, tmp_path):
+    shutil.copytree(root, tmp_path / "root")
+    file = f"{'vg' if stem == 'gqa' else stem}_qa_{objects}_obj.json"
+    path = tmp_path / "root/whatsup" / file
+    (entry,) = json.loads(path.read_text())
+    write_json(path, [entry, entry[:2]])
+    with pytest.raises(CompvlError, match=f"{file}, item 1: not of the form"):
+        load_benchmark(f"whatsup-{stem}-{objects}", tmp_path / "root")
 
 
 def test_a_set_without_one_of_its_images_is_left_out(root, model):

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from released import with_other_column
 
 from compvl.benchmarks.loading import GROUPS, load_benchmark, load_benchmarks
 from compvl.benchmarks.registry import REGISTRY
@@ -179,6 +180,16 @@ def test_damaged_entries_are_named(tmp_path, name, change, message):
     with pytest.raises(CompvlError, match="item 5") as raised:
         load_benchmark(name, tmp_path)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["spec-count", "spec-count-images"])
+@pytest.mark.parametrize("column", ["query", "keys", "label"])
+def test_every_wrong_column_is_refused_by_name(tmp_path, name, column):
+    write(tmp_path / "root", "count", pictures=False)
+    file = "text2image.json" if name.endswith("images") else "image2text.json"
+    path = with_other_column(tmp_path / "root", f"spec/count/{file}", column, tmp_path / "other")
+    with pytest.raises(CompvlError, match=f"{path.name}, item 17: .*'{column}'"):
+        load_benchmark(name, tmp_path / "other")
 
 
 # ---- the task

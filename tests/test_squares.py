@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from released import with_other_column
 
 from compvl.benchmarks import hub
 from compvl.benchmarks.bivlc import BIVLC_METRICS
@@ -284,6 +285,32 @@ def test_every_wrong_column_is_refused_by_name(name, tmp_path):
         table.save_to_disk(str(tmp_path / f"table-{column}" / FOLDERS[name] / "table/test"))
         with pytest.raises(CompvlError, match=f"test:1 has no column {column}"):
             load_benchmark(name, tmp_path / f"table-{column}")
+
+
+FILES = {  # benchmark without a table on the hub: its file, what is read of it
+    "mmvp-vlm": ("mmvp-vlm/Questions.csv", ("Question ID", "Type", "Statement")),
+    "naturalbench": (
+        f"{NATURAL}/metadata.json",
+        ("index", "image_0", "image_1", "caption_0", "caption_1"),
+    ),
+    "eqben": (EQBEN, ("image0", "image1", "caption0", "caption1")),
+}
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_every_wrong_column_of_a_file_is_refused_by_name(name, root, tmp_path):
+    file, columns = FILES[name]
+    for column in columns:
+        path = with_other_column(root, file, column, tmp_path / column)
+        with pytest.raises(CompvlError, match=rf"{path.name}.* '?{column}\b"):
+            load_benchmark(name, tmp_path / column)
+
+
+def test_a_pair_of_cola_without_its_second_caption_is_refused(root, tmp_path):
+    entries = read_json(root / COLA)
+    write_json(tmp_path / COLA, [entries[0], entries[1][:3]])
+    with pytest.raises(CompvlError, match="item 1: not of the form .link, caption 1, link"):
+        load_benchmark("cola", tmp_path)
 
 
 def test_a_column_without_pictures_is_refused(tmp_path):
