@@ -359,10 +359,11 @@ def softmax_bias(images: Tensor, captions: Tensor, scale: Tensor | float) -> Ten
 
     `images`, `captions`: unit vectors [B, D]. A scalar without gradient, the same on all processes.
     """
-    logits = scale * _precise(images) @ gather_features(_precise(captions)).T
-    own = torch.zeros_like(logits, dtype=torch.bool)
-    own[torch.arange(len(images), device=images.device), _own_columns(images)] = True
-    return -gather_features(_log_sum(logits, own)).mean()
+    with torch.autocast(images.device.type, enabled=False):
+        logits = scale * _precise(images) @ gather_features(_precise(captions)).T
+        own = torch.zeros_like(logits, dtype=torch.bool)
+        own[torch.arange(len(images), device=images.device), _own_columns(images)] = True
+        return -gather_features(_log_sum(logits, own)).mean()
 
 # %% ../nbs/lib/04_losses.ipynb #55724c45
 def calibrated_negative_loss(
@@ -466,11 +467,12 @@ def lead_of(
     """How far captions are above their k-th hard negative, on average over the global batch: [K].
 
     Arguments as of `rank_loss`. In logits, without gradient; 0 where no caption has a k-th."""
-    negatives, mask = _masked(negatives, mask)
-    leads = _leads(_precise(images), _precise(captions), negatives, scale)
-    present = gather_features(mask)
-    leads = gather_features(leads).masked_fill(~present, 0)
-    return leads.sum(0) / present.sum(0).clamp(min=1)
+    with torch.autocast(images.device.type, enabled=False):
+        negatives, mask = _masked(negatives, mask)
+        leads = _leads(_precise(images), _precise(captions), negatives, scale)
+        present = gather_features(mask)
+        leads = gather_features(leads).masked_fill(~present, 0)
+        return leads.sum(0) / present.sum(0).clamp(min=1)
 
 # %% ../nbs/lib/04_losses.ipynb #a0d66706
 def paraphrase_distance(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHANCE', 'JOINT_METRICS', 'triplet_outcomes', 'triplet_metrics', 'order_outcomes', 'triplet_orders',
            'text_only_outcomes', 'pair_outcomes', 'square_outcomes', 'square_sides', 'retrieval_ranks',
-           'classification_ranks', 'figures']
+           'retrieval_ranks_of_scores', 'classification_ranks', 'figures']
 
 # %% ../nbs/lib/03_metrics.ipynb #b2dbfba5
 import itertools
@@ -219,14 +219,39 @@ def _check_owners(owner: Tensor, n_images: int, n_texts: int) -> None:
         )
 
 # %% ../nbs/lib/03_metrics.ipynb #848e8656
+def _check_rows(good: Tensor, what: str):
+    """Raise CompvlError unless all of `good` (bool [N, M]), a mask of scores or features, is True.
+
+    `what` the rows are."""
+    bad = (~good).any(1).nonzero()
+    if len(bad):
+        raise CompvlError(
+            f"{what} {int(bad[0])} has a score or a feature that is not a number: leave it out, or "
+            "look for an overflow in the model"
+        )
+
+
+def _ranks_of_best(scores: Tensor, own: Tensor) -> Tensor:
+    """In each row of scores [N, M], the others that score at least as high as the best of its own.
+
+    `own`: bool [N, M]. Returns int64 [N]."""
+    best = scores.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
+    return ((scores >= best) & ~own).sum(1)
+
+
+def _ranks_of_one(scores: Tensor, right: Tensor) -> Tensor:
+    """In each row of scores [N, M], the others that score at least as high as that of `right`.
+
+    `right`: int64 [N]. Returns int64 [N]."""
+    return (scores >= scores.gather(1, right[:, None])).sum(1) - 1
+
+
 def _ranks_of_texts(images: Tensor, texts: Tensor, owner: Tensor, chunk: int) -> Tensor:
     """For each image, the wrong texts that score at least as high as its best: int64 [I]."""
     ranks = []
     for queries in torch.arange(len(images), device=images.device).split(chunk):
-        scores = images[queries] @ texts.T
         own = owner[None] == queries[:, None]
-        best = scores.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
-        ranks.append(((scores >= best) & ~own).sum(1))
+        ranks.append(_ranks_of_best(images[queries] @ texts.T, own))
     return torch.cat(ranks)
 
 
@@ -234,9 +259,7 @@ def _ranks_of_images(images: Tensor, texts: Tensor, owner: Tensor, chunk: int) -
     """For each text, the wrong images that score at least as high as its own: int64 [T]."""
     ranks = []
     for queries in torch.arange(len(texts), device=images.device).split(chunk):
-        scores = texts[queries] @ images.T
-        own = scores.gather(1, owner[queries, None])
-        ranks.append((scores >= own).sum(1) - 1)
+        ranks.append(_ranks_of_one(texts[queries] @ images.T, owner[queries]))
     return torch.cat(ranks)
 
 
@@ -250,14 +273,31 @@ def retrieval_ranks(
 
     int64 [I] over images (the best of each image's captions) and int64 [T] over texts. A wrong
     answer that ties with the right one counts as better. Raises CompvlError for an image without a
-    text, and for an owner out of range.
+    text, for an owner out of range, and for a feature that is not a number.
     """
     images = torch.as_tensor(images)
     texts = torch.as_tensor(texts)
     owner = torch.as_tensor(owner).long().to(images.device)
     _check_owners(owner, len(images), len(texts))
+    _check_rows(images.isfinite(), "image")
+    _check_rows(texts.isfinite(), "text")
     of_texts = _ranks_of_texts(images, texts, owner, chunk)
     of_images = _ranks_of_images(images, texts, owner, 4 * chunk)
+    return of_texts.cpu().numpy(), of_images.cpu().numpy()
+
+
+def retrieval_ranks_of_scores(scores, owner) -> tuple[np.ndarray, np.ndarray]:
+    """As `retrieval_ranks`, from the scores [I, T] of every image with every text.
+
+    `owner`: int [T], the image that each text describes. A score may be −inf. Raises CompvlError as
+    `retrieval_ranks`."""
+    scores = torch.as_tensor(scores)
+    owner = torch.as_tensor(owner).long().to(scores.device)
+    _check_owners(owner, *scores.shape)
+    _check_rows(~scores.isnan(), "image")
+    own = owner[None] == torch.arange(len(scores), device=scores.device)[:, None]
+    of_texts = _ranks_of_best(scores, own)
+    of_images = _ranks_of_one(scores.T, owner)
     return of_texts.cpu().numpy(), of_images.cpu().numpy()
 
 # %% ../nbs/lib/03_metrics.ipynb #0eab419b
@@ -269,14 +309,8 @@ def classification_ranks(scores, labels) -> np.ndarray:
     """
     scores = torch.as_tensor(scores)
     labels = torch.as_tensor(labels).long().to(scores.device)
-    bad = scores.isnan().any(1).nonzero()
-    if len(bad):
-        raise CompvlError(
-            f"item {int(bad[0])} has a score that is not a number: leave it out, or look for an "
-            "overflow in the model"
-        )
-    own = scores.gather(1, labels[:, None])
-    return ((scores >= own).sum(1) - 1).cpu().numpy()
+    _check_rows(~scores.isnan(), "item")
+    return _ranks_of_one(scores, labels).cpu().numpy()
 
 # %% ../nbs/lib/03_metrics.ipynb #17c9d8bb
 # Outcomes of several items together, which may be of different groups.
@@ -331,9 +365,16 @@ def figures(
 
     An outcome that is a list of Series, one per class, is averaged over classes with equal weight.
     Each group but `''` has its row; `all` is over all items (micro average), and `macro` over
-    groups, where there are two or more. Those of `JOINT_METRICS` have the row `all` alone.
+    groups, where there are two or more. Those of `JOINT_METRICS` have the row `all` alone. Raises
+    CompvlError for a group of one of these two names.
     """
     all_names = [name for name in pd.unique(groups) if name != ""]
+    taken = {"all", "macro"} & set(all_names)
+    if taken:
+        raise CompvlError(
+            f"a group of items is called {min(taken)!r}, which is the name of the row over all "
+            "items or groups: give the group another name"
+        )
     rows = []
     for metric, outcome in outcomes.items():
         names = [] if metric in JOINT_METRICS else all_names

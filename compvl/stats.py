@@ -128,8 +128,12 @@ def bootstrap(
     """Mean over items with its percentile bootstrap interval; groups have equal weight by default.
 
     A group that a joint resample leaves empty is left out of its mean. Raises CompvlError for a
-    value that is not a number and for an empty group.
+    value that is not a number, for an empty group, and for weights with `joint`.
     """
+    if joint and weights is not None:
+        raise CompvlError(
+            "groups that are resampled as one sample have no weights: leave out one of the two"
+        )
     groups = _groups(x)
     lo, hi = _percentiles(_group_means(groups, n_boot, seed, joint, weights), level)
     return Interval(_mean_over_groups(groups, weights), lo, hi, _total(groups))
@@ -173,8 +177,14 @@ def resampled_difference(boot: np.ndarray, level: float = 0.95) -> tuple[float, 
     """(lo, hi, p) of a difference, from its resampled values [n_boot].
 
     The ends are percentiles. `p` is the two-sided p-value of no difference: twice the smaller tail,
-    with one added to both counts, so that it is never 0.
+    with one added to both counts, so that it is never 0. Raises CompvlError for a value that is not
+    a number.
     """
+    if np.isnan(boot).any():
+        raise CompvlError(
+            f"{np.isnan(boot).sum()} of {len(boot)} resampled differences are not numbers: look "
+            "for items without a score"
+        )
     lo, hi = _percentiles(boot, level)
     tail = min((boot <= 0).sum(), (boot >= 0).sum())
     p = float(min(1.0, 2 * (tail + 1) / (len(boot) + 1)))
@@ -235,10 +245,11 @@ class Correlation:
 
             x = rankdata(x, axis=1)
             y = rankdata(y, axis=1)
+        varies = (np.ptp(x, axis=1) > 0) & (np.ptp(y, axis=1) > 0)
         x = x - x.mean(1, keepdims=True)
         y = y - y.mean(1, keepdims=True)
         norm = np.sqrt((x * x).sum(1) * (y * y).sum(1))
-        return 100 * np.divide((x * y).sum(1), norm, out=np.zeros(len(x)), where=norm > 0)
+        return 100 * np.divide((x * y).sum(1), norm, out=np.zeros(len(x)), where=varies)
 
     def resampled(self, n_boot: int = 1000, seed: int = 0) -> np.ndarray:
         """Its value in `n_boot` resamples of the pairs, float64 [n_boot].
@@ -320,9 +331,11 @@ def seed_bootstrap(
     """Weighted sum of the parts' means, and its resampled values, float64 [n_boot].
 
     Items are resampled within a part, seeds are weighted alike in all parts. Raises CompvlError
-    where parts have different numbers of seeds.
+    where parts have different numbers of seeds, and for a value that is not a number.
     """
     parts = [np.atleast_2d(np.asarray(part, dtype=np.float64)) for part in parts]
+    if any(np.isnan(part).any() for part in parts):
+        raise CompvlError("an item's value is not a number: leave that item out before resampling")
     weights = weights or [1 / len(parts)] * len(parts)
     n_seeds = max(len(part) for part in parts)
     of_seeds = np.zeros(n_seeds)
@@ -356,7 +369,13 @@ def verdict(
     """One of `EFFECT_VERDICTS`.
 
     Without a published size, one of *reproduced*, *opposite* and *too wide to say*. Ends below 1e-9
-    are zeros that were rounded."""
+    are zeros that were rounded. Raises CompvlError for an end that is not a number, and for a size
+    of 0 or less."""
+    if math.isnan(lo) or math.isnan(hi) or size <= 0:
+        raise CompvlError(
+            f"an effect from {lo} to {hi}, of a published size of {size}, has no verdict: the ends "
+            "have to be numbers, and the size above 0"
+        )
     if sign < 0:
         return verdict(-hi, -lo, 1, size)
     lo = 0.0 if abs(lo) < 1e-9 else lo

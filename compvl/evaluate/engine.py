@@ -56,6 +56,17 @@ def _readable_part(benchmark: Benchmark, scorer, skip_damaged: bool) -> tuple[Be
     return dataclasses.replace(benchmark, items=readable), list(damaged)
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #0bc3381b
+def _check_ids(benchmark: Benchmark):
+    """Raise CompvlError where two items have one id, by which scores are matched."""
+    counts = Counter(item.id for item in benchmark.items)
+    ((repeated, times),) = counts.most_common(1)
+    if times > 1:
+        raise CompvlError(
+            f"{benchmark.name}: {times} items have the id {repeated!r}, and scores are matched by "
+            "id: give each item an id of its own"
+        )
+
+
 def _score(benchmark: Benchmark, scorer, skip_damaged: bool = False) -> pd.DataFrame:
     """Scores by item, with the `attrs` that `item_scores` describes and `not_in_macro`."""
     task = TASKS[pick(benchmark.task, TASKS, "task")]
@@ -63,6 +74,7 @@ def _score(benchmark: Benchmark, scorer, skip_damaged: bool = False) -> pd.DataF
         raise CompvlError(
             f"{benchmark.name} has no items: check the split or the folder that it was loaded from"
         )
+    _check_ids(benchmark)
     check_texts_suffice(benchmark, scorer)
     skipped = []
     if scorer.sees_images:

@@ -21,11 +21,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..core import CompvlError
+from .embed import check_lengths
 from .parallel import batched, compute_ahead, processes, share, together
 from .pictures import pixels_key, result_or_error, scene_key, scene_pictures
 from .store import FeatureStore, content_key, embeddings_folder
 from ..images import open_image
-from ..metrics import retrieval_ranks
+from ..metrics import retrieval_ranks_of_scores
 from ..microworld.scenes import Scene
 
 # %% ../../nbs/lib/evaluate/05_pair_scores.ipynb #31de53fe
@@ -183,13 +184,15 @@ class CrossEmbedder:
         self, images: Sequence, captions: Sequence[str], owner: Sequence[int], desc: str = ""
     ) -> tuple[np.ndarray, np.ndarray]:
         """As `Embedder.ranks`; every image is scored with every caption."""
-        scores = self._matrix(images, captions, desc)
-        return retrieval_ranks(torch.eye(len(images)), scores.T, owner)
+        return retrieval_ranks_of_scores(self._matrix(images, captions, desc), owner)
 
     def class_scores(
         self, images: Sequence, prompts: Sequence[Sequence[str]], desc: str = ""
     ) -> Tensor:
-        """Scores [N, classes] of N images: the mean score of a class's prompts."""
+        """Scores [N, classes] of N images: the mean score of a class's prompts.
+
+        Raises CompvlError where one has more prompts than another."""
+        check_lengths(*prompts)
         scores = self._matrix(images, list(chain(*prompts)), desc)
         return scores.view(len(images), len(prompts), -1).mean(-1)
 

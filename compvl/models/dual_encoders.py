@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..core import CompvlError, require
 from .formats import DAMAGED, brief
 from .hub import check_hub
+from .weights import config_text
 from .wrap import WrappedModel, wrap_model
 
 # %% ../../nbs/lib/models/07c_dual_encoders.ipynb #67f0784b
@@ -124,6 +125,10 @@ class DualEncoder(nn.Module):
     @property
     def logit_bias(self) -> nn.Parameter | None:
         return getattr(self.network, "logit_bias", None)
+
+    def architecture(self) -> str:
+        """What weights do not say of the features: the network's config, and the padding."""
+        return f"{config_text(self.network)}, padding {self.padding}"
 
     def encode_image(self, images: Tensor) -> Tensor:
         """`PictureInputs` of images, float [B, …] -> features [B, D]."""

@@ -24,7 +24,7 @@ from ..core import CompvlError, pick, require
 from .formats import brief
 from .hub import check_hub
 from .pairs import in_batches
-from .weights import weights_digest
+from .weights import config_text, weights_digest
 
 # %% ../../nbs/lib/models/14c_vqa.ipynb #91f531b3
 QUESTION = 'Does this figure show "{}"? Please answer yes or no.'
@@ -119,6 +119,10 @@ class VQAScorer:
             raise CompvlError(
                 f"the question {self.question!r} has no place for the caption: write {{}} once"
             )
+        if self.kind == "vqa" and not len(self._answer("")):
+            raise CompvlError(
+                f"the answer {self.answer!r} has no tokens: give a word such as 'Yes'"
+            )
         if self.null_images < 1:
             raise CompvlError("null_images=0 gives no prior of a caption: give 1 or more")
 
@@ -139,15 +143,16 @@ class VQAScorer:
     def fingerprint(self) -> str:
         """32 hex digits that change with anything that changes a score.
 
-        That is any weight, the preprocessing, the tokenizer, the prompt, the answer, the kind of
-        score, or the number of null images."""
+        That is any weight, the config, the preprocessing, the tokenizer, the prompt, the answer,
+        the kind of score, or the number of null images."""
         preprocessing = self.processor.image_processor.to_dict()
         return weights_digest(
             self.model,
             "VQAScorer",
             json.dumps(preprocessing, sort_keys=True, default=str),
             sorted(self.processor.tokenizer.get_vocab().items()),
-            _prompt(self.processor, self._question("")),
+            _prompt(self.processor, self._question("{}")),
+            config_text(self.model),
             self.kind,
             "mean" if self.is_per_token else "sum",
             self.answer if self.kind == "vqa" else None,
@@ -176,7 +181,7 @@ class VQAScorer:
         return likelihoods
 
     def _question(self, caption: str) -> str:
-        return self.question.format(caption) if self.kind == "vqa" else ""
+        return self.question.replace("{}", caption) if self.kind == "vqa" else ""
 
     def _answer(self, caption: str) -> Tensor:
         """Tokens of the answer, int64 [m]."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torchvision import transforms
 
-from ..core import CompvlError
+from ..core import CompvlError, config_hash
 from .clip import Model
 
 # %% ../../nbs/lib/models/07_wrap.ipynb #7542d0ef
@@ -27,6 +27,12 @@ class WrappedModel(Model):
     @property
     def sees_images(self) -> bool:
         return self.preprocess is not None
+
+    def fingerprint(self) -> str:
+        """As of a `Model`, and with what a network's method `architecture` returns, a text."""
+        of_weights = super().fingerprint()
+        describe = getattr(self.clip, "architecture", None)
+        return config_hash([of_weights, describe()]) if callable(describe) else of_weights
 
 # %% ../../nbs/lib/models/07_wrap.ipynb #0cf97b42
 def _read_transform(preprocess: Callable) -> tuple:

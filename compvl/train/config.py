@@ -263,6 +263,21 @@ def check_terms(config: TrainConfig):
         )
 
 
+_NOT_WITH_COUNTERPARTS = ("attribution", "bags", "diffusion", "logit_bias", "units")
+
+
+def _check_counterparts(config: TrainConfig):
+    """Raise `CompvlError` for counterparts beside a term that takes every picture as an item's."""
+    if not may_need(config, "counterparts"):
+        return
+    for need in _NOT_WITH_COUNTERPARTS:
+        if may_need(config, need):
+            raise CompvlError(
+                "the term triplet puts an empty picture where an item has no counterpart, and a "
+                f"term that needs {need} would train on it: leave one of the terms out"
+            )
+
+
 def check_combinations(config: TrainConfig):
     """Raise `CompvlError` for options that exclude each other."""
     if config.steps is not None and config.epochs is not None:
@@ -283,6 +298,7 @@ def check_combinations(config: TrainConfig):
             "bags of captions and units of captions take the same place in a batch: train with "
             "w_mil or with the term units, not with both"
         )
+    _check_counterparts(config)
     if may_need(config, "diffusion") and (config.chunk_size or config.lora_rank):
         raise CompvlError(
             "L_SDS trains LayerNorms and is no function of the features: it does not go with "
