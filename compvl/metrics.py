@@ -220,9 +220,9 @@ def _check_owners(owner: Tensor, n_images: int, n_texts: int) -> None:
 
 # %% ../nbs/lib/03_metrics.ipynb #848e8656
 def _check_rows(good: Tensor, what: str):
-    """Raise CompvlError unless all of `good` (bool [N, M]), a mask of scores or features, is True.
+    """Raise CompvlError unless all of `good`, bool [N, M], is True: which numbers are usable.
 
-    `what` the rows are."""
+    `what`: the name of a row, such as 'image'."""
     bad = (~good).any(1).nonzero()
     if len(bad):
         raise CompvlError(

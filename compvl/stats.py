@@ -58,14 +58,19 @@ def resampled_means(x, n_boot: int = 1000, rng=0) -> np.ndarray:
     return np.concatenate(blocks)
 
 # %% ../nbs/lib/02_stats.ipynb #5d420906
+def _check_values(groups: Sequence[np.ndarray]):
+    """Raise CompvlError for a value that is not a number."""
+    if any(np.isnan(group).any() for group in groups):
+        raise CompvlError("an item's value is not a number: leave that item out before resampling")
+
+
 def _groups(x) -> list[np.ndarray]:
     """One array, or a list of arrays by group, as a list of float vectors."""
     is_grouped = isinstance(x, (list, tuple)) and len(x) and np.ndim(x[0]) > 0
     groups = [np.asarray(group, dtype=np.float64).ravel() for group in (x if is_grouped else [x])]
     if not groups or not all(group.size for group in groups):
         raise CompvlError("there are no items to resample: give at least one item in each group")
-    if any(np.isnan(group).any() for group in groups):
-        raise CompvlError("an item's value is not a number: leave that item out before resampling")
+    _check_values(groups)
     return groups
 
 
@@ -334,8 +339,7 @@ def seed_bootstrap(
     where parts have different numbers of seeds, and for a value that is not a number.
     """
     parts = [np.atleast_2d(np.asarray(part, dtype=np.float64)) for part in parts]
-    if any(np.isnan(part).any() for part in parts):
-        raise CompvlError("an item's value is not a number: leave that item out before resampling")
+    _check_values(parts)
     weights = weights or [1 / len(parts)] * len(parts)
     n_seeds = max(len(part) for part in parts)
     of_seeds = np.zeros(n_seeds)

@@ -275,17 +275,15 @@ def test_released_format_is_read_and_evaluated(name, root, model):
         assert overall.n[["accuracy", "pair_accuracy", "set_accuracy"]].tolist() == [12, 6, 3]
 
 
+HALF_TRUTHS = (
+    "half_truths/coco_val.json",
+    "sample_id image_path entities negative_entities relations",
+)
 COLUMNS = {  # benchmark: its file, what is read of it
     "whatsup-a": ("whatsup/controlled_images_dataset.json", "image_path caption_options"),
     "whatsup-b": ("whatsup/controlled_clevr_dataset.json", "image_path caption_options"),
-    "half-truths-entity": (
-        "half_truths/coco_val.json",
-        "sample_id image_path entities negative_entities relations",
-    ),
-    "half-truths-relation": (
-        "half_truths/coco_val.json",
-        "sample_id image_path entities negative_entities relations",
-    ),
+    "half-truths-entity": HALF_TRUTHS,
+    "half-truths-relation": HALF_TRUTHS,
     "negbench-coco": (
         "negbench/images/COCO_val_mcq_llama3.1_rephrased.csv",
         "image_path caption_0 caption_1 caption_2 caption_3 correct_answer correct_answer_template",
