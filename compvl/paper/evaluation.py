@@ -164,9 +164,11 @@ def _evaluate_rows(
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #6b5c2a80
 def _finish(res: Results, out: Path, name: str):
-    """Drop rows of which a seed failed, and add the figures that are derived from others."""
+    """Drop rows of which a seed failed, sort seeds, and add the figures that derive from others."""
     for key in res.problems:
         res.scores.pop(key, None)
+    for key, by_seed in res.scores.items():
+        res.scores[key] = dict(sorted(by_seed.items()))
     res.table = res.table[~res.table.method.isin(res.problems)].reset_index(drop=True)
     derived = derived_figures(res)
     if len(derived):
@@ -211,8 +213,10 @@ def results(
     out: str | Path,  # folder of everything that is written
     name: str,  # of the files
     progress: bool = True,  # whether to show a progress line
+    *,
     split: str | None = None,  # of the microworld's benchmarks: 'test' (default), 'val', 'heldout'
     joined: dict[str, Sequence[Column]] | None = None,  # name -> columns of a mean
+    seeds: Mapping[str, Sequence[int]] | None = None,  # row key -> its seeds, if not all
 ) -> Results:
     """Figures of rows on benchmarks, trained and evaluated where they are not there yet.
 
@@ -232,7 +236,7 @@ def results(
     found, missing = load(benchmarks, profile, split)
     table = pd.DataFrame(columns=COLUMNS)
     res = Results(profile, rows, found, table, {}, missing, joined=joined or {})
-    todo = _rows_and_seeds(rows, profile) if found else []
+    todo = _rows_and_seeds(rows, profile, seeds or {}) if found else []
     screen = Screen() if progress else None
     steps = {(row.key, seed): steps_of(row, profile, seed) for row, seed in todo}
     bar = tqdm(
@@ -254,12 +258,15 @@ def results(
     return res
 
 
-def _rows_and_seeds(rows: Iterable[Row], profile: Profile) -> list[tuple[Row, int]]:
+def _rows_and_seeds(
+    rows: Iterable[Row], profile: Profile, seeds: Mapping[str, Sequence[int]]
+) -> list[tuple[Row, int]]:
     """Each row with each of its seeds; rows that average others are computed from these."""
     todo = []
     for row in rows:
         if row.source != "average":
-            todo += [(row, seed) for seed in seeds_of(row, profile)]
+            of_row = seeds.get(row.key, seeds_of(row, profile))
+            todo += [(row, seed) for seed in of_row]
     return todo
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #011afa3e

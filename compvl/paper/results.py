@@ -7,7 +7,7 @@ __all__ = ['Results', 'derived_figures']
 
 # %% ../../nbs/lib/paper/08_results.ipynb #7d0d5462
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..evaluate.tasks import task_of
 from .columns import Column
 from .profiles import Profile
 from .rows import Row
+from .runs import seeds_of
 from ..stats import Correlation, resampled_difference, resampled_seeds, seed_bootstrap
 
 # %% ../../nbs/lib/paper/08_results.ipynb #d7d1a814
@@ -135,6 +136,36 @@ class Results:
             correlations.append(outcome if group == "all" else outcome[in_group])
         return correlations
 
+    def _averaged(self, key: str) -> tuple[str, ...]:
+        """The rows that a row averages; of others, none."""
+        return next((row.of for row in self.rows if row.key == key), ())
+
+    def _has_seeds(self, key: str) -> bool:
+        """Whether a row is trained with seeds, though a single one may be there."""
+        given = [len(seeds_of(row, self.profile)) for row in self.rows if row.key == key]
+        return max(len(self.scores[key]), *given) > 1
+
+    def sharing_seeds(self, keys: Iterable[str]) -> "Results":
+        """The results with the seeds that all of these rows have.
+
+        A row that the profile gives one seed, as a model that was not trained, stands beside any.
+        The results have values and differences, and no summary. Raises KeyError for a row without
+        scores, and for rows that have no seed in common."""
+        seeded = []
+        for key in keys:
+            seeded += [one for one in self._averaged(key) or (key,) if self._has_seeds(one)]
+        if not seeded:
+            return self
+        shared = set.intersection(*(set(self.scores[key]) for key in seeded))
+        if not shared:
+            raise KeyError(f"{', '.join(seeded)} have no seed in common")
+        if all(set(self.scores[key]) == shared for key in seeded):
+            return self
+        scores = dict(self.scores)
+        for key in seeded:
+            scores[key] = {seed: self.scores[key][seed] for seed in sorted(shared)}
+        return replace(self, scores=scores)
+
     def _average_parts(self, key: str, average: str, metric: str) -> list[np.ndarray]:
         """`parts` of an average over benchmarks."""
         names = averages(benchmark.name for benchmark in self.benchmarks)[average]
@@ -151,9 +182,10 @@ class Results:
 
         The parts are averaged with equal weight. Raises KeyError where there is no such figure.
         """
-        of = next((row.of for row in self.rows if row.key == key), ())
+        of = self._averaged(key)
         if of:
-            found = [self.parts(other, benchmark, group, metric) for other in of]
+            sharing = self.sharing_seeds(of)
+            found = [sharing.parts(other, benchmark, group, metric) for other in of]
             return [np.mean(same, 0) for same in zip(*found, strict=True)]
         if benchmark in averages(b.name for b in self.benchmarks):
             return self._average_parts(key, benchmark, metric)
@@ -272,13 +304,15 @@ class Results:
         A figure is (row key, benchmark, group, metric). Those of the same benchmark and group are
         added up item by item and seed by seed before anything is resampled; those of other items
         (the other direction of retrieval, too) are independent; seeds are resampled together.
+        Of rows with other numbers of seeds, the seeds that all of them have (`sharing_seeds`).
         Returns `diff`, its 95 % interval `lo`, `hi`, `p` (two-sided), and the numbers of items `n`
         and of `seeds`. Raises KeyError where a figure is not there.
         """
-        found = self._contrasted_correlations(terms) or self._contrasted_means(terms)
+        sharing = self.sharing_seeds(key for _, (key, *_) in terms)
+        found = sharing._contrasted_correlations(terms) or sharing._contrasted_means(terms)
         diff, boot = found
         lo, hi, p = resampled_difference(boot)
-        return dict(diff=diff, lo=lo, hi=hi, p=p, **self._size(terms))
+        return dict(diff=diff, lo=lo, hi=hi, p=p, **sharing._size(terms))
 
     def value(self, at: _Figure) -> float:
         """A figure: the mean over seeds."""
@@ -294,8 +328,9 @@ class Results:
 
         Returns also `a`, `b`, and `paired`: whether both are of the same benchmark and group.
         """
-        found = self.contrast([(1, b), (-1, a)])
-        return dict(a=self.value(a), b=self.value(b), **found, paired=a[1:3] == b[1:3])
+        sharing = self.sharing_seeds([a[0], b[0]])
+        found = sharing.contrast([(1, b), (-1, a)])
+        return dict(a=sharing.value(a), b=sharing.value(b), **found, paired=a[1:3] == b[1:3])
 
     def restricted(self, keep: Callable[[Any], bool]) -> "Results":
         """The results on the items for which `keep(item)` is true.
@@ -332,13 +367,22 @@ def _of_seed(res: Results, seed: int) -> Results:
     return replace(res, scores=scores, _summary=None)
 
 
+def _shared_seeds(res: Results, row: Row) -> list[int]:
+    """The seeds of a row that averages others: of its first row, those that all of them have."""
+    try:
+        return list(res.sharing_seeds(row.of).scores[row.of[0]])
+    except KeyError:
+        return []
+
+
 def _averaged_figures(res: Results) -> list[tuple]:
     """(row key, seed, benchmark, group, metric) of the figures of rows that average others."""
     found = []
     for row in res.rows:
         if not row.of or not set(row.of) <= set(res.scores):
             continue
-        is_first = res.table.method == row.of[0]
+        seeds = _shared_seeds(res, row)
+        is_first = (res.table.method == row.of[0]) & res.table.seed.isin(seeds)
         is_mean = ~res.table.metric.isin(["ties", "coverage", "cut"])
         is_ours = ~res.table.group.map(_is_by_convention).astype(bool)
         columns = ["seed", "benchmark", "group", "metric"]

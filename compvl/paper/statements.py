@@ -143,6 +143,7 @@ class Contrast:
         row = dict.fromkeys("a b difference lo hi p n seeds".split(), np.nan)
         row["test"] = self.test
         try:
+            res = res.sharing_seeds(key for _, (key, *_) in self.terms)
             found = res.contrast(self.terms)
         except KeyError:
             return row
