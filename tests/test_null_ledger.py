@@ -21,7 +21,6 @@ from compvl.evaluate.embed import Embedder
 from compvl.evaluate.engine import COLUMNS
 from compvl.evaluate.tasks import TASKS
 from compvl.models.clip import create_model
-from compvl.paper import statements as paper_statements
 from compvl.paper import trained_readers
 from compvl.paper.attribution_gaps import gaps
 from compvl.paper.blindness import probe
@@ -248,11 +247,9 @@ def benchmarks():
 
 @pytest.fixture
 def kept(monkeypatch):
-    """What is the same in every draw is computed once: resamples, and published figures."""
+    """Resamples, which are the same in every draw, are computed once."""
     resamples = lru_cache(maxsize=None)(stats._draws.__wrapped__)
     monkeypatch.setattr(stats, "_draws", resamples)
-    published_cells = lru_cache(maxsize=None)(paper_statements.published_cells)
-    monkeypatch.setattr(paper_statements, "published_cells", published_cells)
 
 
 @dataclass

@@ -6,6 +6,11 @@
 __all__ = ['published', 'published_cells']
 
 # %% ../../nbs/lib/paper/02_published.ipynb #87e523ce
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+
 import pandas as pd
 
 from ..core import data_dir, pick, read_csv
@@ -21,6 +26,22 @@ def published(name: str) -> pd.DataFrame:
 _FULL_LABELS = {("hard_positives_table9", "CLIP"): "CLIP ViT-B/32"}  # shortened in that table
 
 
+@lru_cache(maxsize=64)
+def _cells_of(name: str, folder: Path) -> Mapping[tuple[str, str], float]:
+    """The cells of one published table of a data folder, which are read once."""
+    table = published(name)
+    if "model" not in table:
+        table = table.set_index(table.columns[0]).T.rename_axis("model").reset_index()
+    cells = {}
+    for record in table.drop(columns="group", errors="ignore").to_dict("records"):
+        model = record.pop("model")
+        label = _FULL_LABELS.get((name, model), model)
+        for column, value in record.items():
+            if pd.notna(value):
+                cells[label, column] = float(value)
+    return MappingProxyType(cells)
+
+
 def published_cells(*names: str) -> dict[tuple[str, str], float]:
     """`{(label of the model, column): figure}` of published tables, without empty cells.
 
@@ -28,13 +49,5 @@ def published_cells(*names: str) -> dict[tuple[str, str], float]:
     """
     cells = {}
     for name in names:
-        table = published(name)
-        if "model" not in table:
-            table = table.set_index(table.columns[0]).T.rename_axis("model").reset_index()
-        for record in table.drop(columns="group", errors="ignore").to_dict("records"):
-            model = record.pop("model")
-            label = _FULL_LABELS.get((name, model), model)
-            for column, value in record.items():
-                if pd.notna(value):
-                    cells[label, column] = float(value)
+        cells |= _cells_of(name, data_dir())
     return cells

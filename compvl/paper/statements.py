@@ -170,8 +170,8 @@ class Contrast:
         outcome = "no data"
         if not np.isnan(row.difference):
             outcome = verdict(row.lo, row.hi, sign, abs(published))
-        evidence = pd.DataFrame([row]).assign(published=published, verdict=outcome)
-        return evidence[[*TEST_COLUMNS, "seeds"]].reset_index(drop=True)
+        record = row.to_dict() | dict(published=published, verdict=outcome)
+        return pd.DataFrame([record], columns=[*TEST_COLUMNS, "seeds"])
 
 
 def _matching(table: pd.DataFrame, where: Mapping) -> pd.DataFrame:
