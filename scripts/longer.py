@@ -44,8 +44,8 @@ PAIRS = [
 ]
 
 
-def seeds_there(rows, benchmarks, profile) -> dict:
-    """{row: its seeds that need no training, or have their scores on the benchmarks}.
+def seeds_there(rows, benchmarks, profile) -> dict[str, list[int]]:
+    """{row key: its seeds that need no training, or have their scores on the benchmarks}.
 
     Rows without any are left out, and bounds are. Rows that average others have no seeds."""
     pieces = open_pieces()
@@ -61,14 +61,13 @@ def seeds_there(rows, benchmarks, profile) -> dict:
             if config is None or pieces.has_scores(config, items):
                 seeds.append(seed)
         if seeds or row.of:
-            found[row] = seeds
+            found[row.key] = seeds
     return found
 
 
-def results_there(rows, benchmarks, profile, out: Path, name: str, joined=None):
-    """The results of the rows that are there, with the seeds that are."""
-    there = seeds_there(rows, benchmarks, profile)
-    seeds = {row.key: of_row for row, of_row in there.items()}
+def results_there(rows, seeds, benchmarks, profile, out: Path, name: str, joined=None):
+    """The results of the rows that have `seeds` (row key -> seeds), with these."""
+    there = [row for row in rows if row.key in seeds]
     found = results(there, benchmarks, profile, out, name, joined=joined, seeds=seeds)
     found.check()
     return found
@@ -82,16 +81,16 @@ def write(table, name: str):
 
 def write_table1(profile, out: Path):
     """The rows of Table 1, their differences, and how well they converged."""
-    found = results_there(HP_TABLE1, TRIPLET_BENCHMARKS, profile, out, "longer")
-    rows = found.rows
-    write(convergence(learning_curves(rows, profile, out), rows).round(2), "longer_convergence.csv")
+    seeds = seeds_there(HP_TABLE1, TRIPLET_BENCHMARKS, profile)
+    found = results_there(HP_TABLE1, seeds, TRIPLET_BENCHMARKS, profile, out, "longer")
+    curves = learning_curves(found.rows, profile, out, seeds=seeds)
+    write(convergence(curves, found.rows).round(2), "longer_convergence.csv")
     summary = found.summary()
     metrics = {column.metric for column in (*ACCURACY, *MEAN_SCORES)}
     summary = summary[summary.metric.isin(metrics)]
     columns = ["method", "benchmark", "group", "metric", "value", "lo", "hi", "n", "seeds"]
     write(summary[columns], "longer.csv")
-    keys = {row.key for row in rows}
-    pairs = [pair for pair in PAIRS if set(pair) <= keys]
+    pairs = [pair for pair in PAIRS if set(pair) <= set(seeds)]
     write(comparisons(found, pairs, ACCURACY), "longer_pairs.csv")
 
 
@@ -99,7 +98,9 @@ def write_contrasts(name: str, profile, out: Path):
     """The contrasts of some results; their numbers are missing where a row is."""
     tests = contrasts_of(name)
     benchmarks, joined = CONTRASTED[name]
-    found = results_there(contrasted_rows(tests), benchmarks, profile, out, name, joined)
+    rows = contrasted_rows(tests)
+    seeds = seeds_there(rows, benchmarks, profile)
+    found = results_there(rows, seeds, benchmarks, profile, out, name, joined)
     write(contrasts_table(tests, found), f"{name}_contrasts.csv")
 
 

@@ -236,7 +236,7 @@ def results(
     found, missing = load(benchmarks, profile, split)
     table = pd.DataFrame(columns=COLUMNS)
     res = Results(profile, rows, found, table, {}, missing, joined=joined or {})
-    todo = _rows_and_seeds(rows, profile, seeds or {}) if found else []
+    todo = _rows_and_seeds(rows, profile, seeds) if found else []
     screen = Screen() if progress else None
     steps = {(row.key, seed): steps_of(row, profile, seed) for row, seed in todo}
     bar = tqdm(
@@ -259,9 +259,10 @@ def results(
 
 
 def _rows_and_seeds(
-    rows: Iterable[Row], profile: Profile, seeds: Mapping[str, Sequence[int]]
+    rows: Iterable[Row], profile: Profile, seeds: Mapping[str, Sequence[int]] | None
 ) -> list[tuple[Row, int]]:
     """Each row with each of its seeds; rows that average others are computed from these."""
+    seeds = seeds or {}
     todo = []
     for row in rows:
         if row.source != "average":
@@ -329,17 +330,22 @@ def _metrics(row: Row, profile: Profile, seed: int, out: Path) -> pd.DataFrame |
         return None
 
 
-def learning_curves(rows: Iterable[Row], profile: Profile, out: str | Path) -> pd.DataFrame:
+def learning_curves(
+    rows: Iterable[Row],
+    profile: Profile,
+    out: str | Path,
+    *,
+    seeds: Mapping[str, Sequence[int]] | None = None,  # row key -> its seeds, if not all
+) -> pd.DataFrame:
     """Metrics by step of the runs that `results` made in `out`, with columns `method` and `seed`.
 
     Shipped models, released checkpoints, and rows that cannot be trained have none.
     """
     found = []
-    for row in rows:
-        for seed in seeds_of(row, profile):
-            metrics = _metrics(row, profile, seed, Path(out))
-            if metrics is not None:
-                found.append(metrics.assign(method=row.key, seed=seed))
+    for row, seed in _rows_and_seeds(rows, profile, seeds):
+        metrics = _metrics(row, profile, seed, Path(out))
+        if metrics is not None:
+            found.append(metrics.assign(method=row.key, seed=seed))
     if not found:
         return pd.DataFrame(columns=["method", "seed", "step"])
     return pd.concat(found, ignore_index=True)
