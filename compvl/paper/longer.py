@@ -75,17 +75,26 @@ def judged_statements(store: Store) -> list[Statement]:
     return found
 
 
-def side_by_side(short: pd.DataFrame, long: pd.DataFrame) -> pd.DataFrame:
+def _seed_range(seeds: pd.Series) -> str:
+    """The numbers of seeds of tests, such as '3' or '1–3'."""
+    fewest = f"{seeds.min():.0f}"
+    most = f"{seeds.max():.0f}"
+    return fewest if fewest == most else f"{fewest}–{most}"
+
+
+def side_by_side(short: pd.DataFrame, long: pd.DataFrame, evidence: pd.DataFrame) -> pd.DataFrame:
     """The statements of the ledger `long`, with what both ledgers say (see `make_ledger`).
 
-    Columns paper, id, statement, published, measured and verdict (of `short`), longer and longer
-    verdict (of `long`)."""
+    `evidence`: the tests of `long`. Columns paper, id, statement, published, measured and verdict
+    (of `short`), longer and longer verdict (of `long`), and seeds, the numbers of its tests."""
     there = long[["id", "measured", "verdict"]]
+    seeds = evidence.groupby("id").seeds.agg(_seed_range)
+    there = there.merge(seeds, on="id")
     there = there.rename(columns={"measured": "longer", "verdict": "longer verdict"})
     both = short.drop(columns="published").merge(there, on="id")
     both = both.rename(columns={"short": "statement", "published_range": "published"})
     columns = "paper id statement published measured verdict longer".split()
-    return both[[*columns, "longer verdict"]]
+    return both[[*columns, "longer verdict", "seeds"]]
 
 
 def verdict_counts(both: pd.DataFrame, names: tuple[str, str]) -> pd.DataFrame:
