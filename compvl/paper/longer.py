@@ -91,7 +91,7 @@ def side_by_side(short: pd.DataFrame, long: pd.DataFrame, evidence: pd.DataFrame
     seeds = evidence.groupby("id").seeds.agg(_seed_range)
     there = there.merge(seeds, on="id")
     there = there.rename(columns={"measured": "longer", "verdict": "longer verdict"})
-    both = short.drop(columns="published").merge(there, on="id")
+    both = short.drop(columns=["published", "seeds"]).merge(there, on="id")
     both = both.rename(columns={"short": "statement", "published_range": "published"})
     columns = "paper id statement published measured verdict longer".split()
     return both[[*columns, "longer verdict", "seeds"]]
