@@ -103,7 +103,10 @@ class CrossEmbedder:
         return errors
 
     def pairs(self, images: Sequence, *captions: Sequence[str], desc: str = "") -> list[np.ndarray]:
-        """Scores of N images with their captions, float32 [N], for each list of N captions."""
+        """Scores of N images with their captions, float32 [N], for each list of N captions.
+
+        Raises CompvlError for lists of other lengths, and for an image that cannot be read."""
+        check_lengths(images, *captions)
         if errors := self.add_images(images):
             raise next(iter(errors.values()))
         texts = list(dict.fromkeys(chain(*captions)))
