@@ -143,7 +143,7 @@ class Results:
     def _has_seeds(self, key: str) -> bool:
         """Whether a row is trained with seeds, though a single one may be there."""
         given = [len(seeds_of(row, self.profile)) for row in self.rows if row.key == key]
-        return max(len(self.scores[key]), *given) > 1
+        return max([len(self.scores[key]), *given]) > 1
 
     def sharing_seeds(self, keys: Iterable[str]) -> "Results":
         """The results with the seeds that all of these rows have.
