@@ -104,6 +104,8 @@ class Monitor:
     def on_cell(self, cell, cell_index: int, **_):
         """Note that a cell starts; papermill calls this for cells of text too."""
         if cell_index in self.numbers:
+            if self.at is None:
+                self.memory.sample()  # the kernel is there, and the notebook may be short
             self.at = cell_index
             self.progress.unlink(missing_ok=True)
 
@@ -140,7 +142,8 @@ class Monitor:
 
         last_line = 0.0
         while not self._stop.wait(0.5):
-            self.memory.sample()
+            if self.at is not None:
+                self.memory.sample()
             if self.console.is_terminal:
                 self._status.update(escape(self.line()))
             elif self.seconds - last_line > self.log_interval:
