@@ -402,6 +402,7 @@ NOTEBOOKS = [  # notebook, its table, and what the table has to contain
 RUN_NOTEBOOKS = """
 import os, sys
 from pathlib import Path
+from traceback import format_exception
 
 from execnb.shell import CaptureShell
 from papermill.iorw import load_notebook_node
@@ -418,7 +419,7 @@ for source in sys.argv[2:]:
         if cell.cell_type == "code":
             shell.run(cell.source)
         if shell.exc:
-            (folder / "error.txt").write_text(cell.source + shell.prettytb(source))
+            (folder / "error.txt").write_text("".join(format_exception(shell.exc)))
             break
 """
 
