@@ -502,7 +502,8 @@ def unit_loss(
 ) -> Tensor:
     """Mean over k of ½ (CE([s I U_kᵀ, s I_i·F_ik], diag) + CE(s U_k Iᵀ, diag)); a scalar.
 
-    Items without a k-th unit are neither rows nor columns. Exactly zero where no item has a unit.
+    Items without a k-th unit are neither rows nor columns. A k that no item has counts as 0 in the
+    mean over k, so that the loss is exactly zero where no item has a unit.
     Returns this process's share of the global batch's loss. Source: Kargi et al. 2026 (CS-CLIP);
     `negclip_hard` in `alignment/losses.py` of kargibora/CS-CLIP."""
     with torch.autocast(images.device.type, enabled=False):

@@ -7,10 +7,9 @@ __all__ = ['BlipITM', 'load_cross_encoder']
 
 # %% ../../nbs/lib/models/11_blip.ipynb #a54bac34
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +18,14 @@ from torch import Tensor
 
 from ..core import CompvlError, require
 from .formats import brief
-from .hub import check_hub
 from .pairs import distinct_images, in_batches
 from .releases import ZOO
+from compvl.models.transformers_models import (
+    cached_or_fetched,
+    check_complete,
+    is_folder_or_id,
+    read_network,
+)
 from .weights import weights_digest
 from .zoo import weights_folder
 
@@ -131,28 +135,10 @@ def _read_blip(transformers, source: str, local: bool) -> tuple:
             f"{source} is a model of type {config.model_type}, and what is known here is BLIP's "
             "matching head: wrap it in an object with the methods of PairScorer"
         )
-    verbosity = transformers.logging.get_verbosity()
-    # It warns of missing weights, which are an error here.
-    transformers.logging.set_verbosity_error()
-    try:
-        model, report = transformers.BlipForImageTextRetrieval.from_pretrained(
-            source, output_loading_info=True, local_files_only=local
-        )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
+    auto_class = transformers.BlipForImageTextRetrieval
+    model, report = read_network(transformers, auto_class, source, local)
     processor = transformers.BlipProcessor.from_pretrained(source, local_files_only=local)
     return model.float().eval(), report, processor
-
-
-def _cached_or_fetched(transformers, name: str, source: str) -> tuple:
-    """As `_read_blip`; a hub id is fetched where the cache does not have it."""
-    try:
-        return _read_blip(transformers, source, True)
-    except OSError:
-        if Path(source).is_dir():
-            raise
-    check_hub(name, source, {"hf_hub": source}, "give their folder")
-    return _read_blip(transformers, source, False)
 
 # %% ../../nbs/lib/models/11_blip.ipynb #f78d16b2
 def _find_source(name: str, root) -> str:
@@ -167,24 +153,12 @@ def _find_source(name: str, root) -> str:
         raise CompvlError(f"{entry.name} cannot be opened here: {entry.note}")
     if entry:
         return str(weights_folder(entry, root) or entry.hub)
-    if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not is_folder_or_id(name):
         raise CompvlError(
             f"{name} is no folder and no hub id (owner/name), and not in the zoo, "
             f"whose cross-encoders are {', '.join(e.name for e in ZOO.values() if e.hub)}"
         )
     return name
-
-
-def _check_weights(report: dict, name: str):
-    """Raise CompvlError where transformers' loading report names missing or misfit weights."""
-    missing = sorted(key for key in report["missing_keys"] if not key.endswith("position_ids"))
-    wrong = [f"{key} is missing" for key in missing]
-    wrong += [f"{key} does not fit" for key in sorted(map(str, report["mismatched_keys"]))]
-    if wrong:
-        raise CompvlError(
-            f"{name} is no BLIP with a matching head: {'; '.join(wrong[:3])} "
-            f"({len(wrong)} in all); take one of the blip-itm models"
-        )
 
 # %% ../../nbs/lib/models/11_blip.ipynb #16b5059d
 def load_cross_encoder(name: str, device=None, root=None, **options) -> BlipITM:
@@ -199,12 +173,14 @@ def load_cross_encoder(name: str, device=None, root=None, **options) -> BlipITM:
     source = _find_source(name, root)
     transformers = require("transformers", "transformers")
     try:
-        model, report, processor = _cached_or_fetched(transformers, name, source)
+        read = partial(_read_blip, transformers)
+        model, report, processor = cached_or_fetched(read, source, name)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise CompvlError(
             f"{name} could not be opened ({brief(error, 200)}): it takes config.json, the weights "
             f"and the processor's files: fetch {source} again"
         ) from error
-    _check_weights(report, name)
+    problem = f"{name} is no BLIP with a matching head"
+    check_complete(report, problem, "take one of the blip-itm models")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return BlipITM(model.to(device), processor, name, **options)

@@ -9,6 +9,7 @@ __all__ = ['PREFIX', 'CaptionTokens', 'PictureInputs', 'DualEncoder', 'load_dual
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ from torch import Tensor, nn
 
 from ..core import CompvlError, require
 from .formats import DAMAGED, brief
-from .hub import check_hub
+from compvl.models.transformers_models import (
+    cached_or_fetched,
+    check_complete,
+    is_folder_or_id,
+    read_network,
+)
 from .weights import config_text
 from .wrap import WrappedModel, wrap_model
 
@@ -159,18 +165,6 @@ def _check_kind(network: nn.Module, source: str):
     )
 
 
-def _check_complete(report: dict, source: str):
-    """Raise CompvlError where the loading report of transformers names missing weights."""
-    missing = sorted(key for key in report["missing_keys"] if not key.endswith("position_ids"))
-    wrong = [f"{key} is missing" for key in missing]
-    wrong += [f"{key} does not fit" for key in sorted(map(str, report["mismatched_keys"]))]
-    if wrong:
-        raise CompvlError(
-            f"{source} holds no complete dual encoder: {'; '.join(wrong[:3])} "
-            f"({len(wrong)} in all): give a folder with all weights of the model in its config.json"
-        )
-
-
 def _read_processor(transformers, source: str, local: bool) -> tuple:
     """Image processor and tokenizer. Raises CompvlError where one is missing."""
     try:
@@ -188,28 +182,9 @@ def _read_processor(transformers, source: str, local: bool) -> tuple:
 
 def _read_dual_encoder(transformers, source: str, local: bool) -> tuple:
     """Network, loading report, image processor and tokenizer; `local`: without the network."""
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # missing weights are an error here
-    try:
-        network, report = transformers.AutoModel.from_pretrained(
-            source, output_loading_info=True, local_files_only=local
-        )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
+    network, report = read_network(transformers, transformers.AutoModel, source, local)
     _check_kind(network, source)
     return network, report, *_read_processor(transformers, source, local)
-
-
-def _cached_or_fetched(transformers, source: str) -> tuple:
-    """As `_read_dual_encoder`; a hub id is fetched where the cache does not have it."""
-    if Path(source).is_dir():
-        return _read_dual_encoder(transformers, source, True)
-    try:
-        return _read_dual_encoder(transformers, source, True)
-    except OSError:
-        what = {"hf_hub": source}
-        check_hub(f"transformers:{source}", source, what, "give their folder: transformers:FOLDER")
-    return _read_dual_encoder(transformers, source, False)
 
 # %% ../../nbs/lib/models/07c_dual_encoders.ipynb #871f6fc1
 PREFIX = "transformers:"
@@ -223,17 +198,23 @@ def load_dual_encoder(source, device=None, name: str | None = None) -> WrappedMo
     CompvlError where transformers is missing, the model has no features of both kinds, weights or
     the processor are missing, or the hub cannot be reached."""
     source = str(source).removeprefix(PREFIX)
-    if not Path(source).is_dir() and source.count("/") != 1:
+    if not is_folder_or_id(source):
         raise CompvlError(f"{source} is no folder and no hub id (owner/name): give one of the two")
     transformers = require("transformers", "transformers")
     try:
-        network, report, images, captions = _cached_or_fetched(transformers, source)
+        network, report, images, captions = cached_or_fetched(
+            partial(_read_dual_encoder, transformers), source, f"{PREFIX}{source}"
+        )
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, *DAMAGED) as error:
         raise CompvlError(
             f"{PREFIX}{source} could not be opened ({brief(error, 200)}): it takes config.json, "
             "weights without code of their own, and the processor's files"
         ) from error
-    _check_complete(report, source)
+    check_complete(
+        report,
+        f"{source} holds no complete dual encoder",
+        "give a folder with all weights of the model in its config.json",
+    )
     vision = getattr(network.config, "vision_config", None)
     model = wrap_model(
         DualEncoder(network.float(), captions.pad_token_id or 0),

@@ -8,11 +8,10 @@ __all__ = ['QUESTION', 'GENERATIVE_SCORES', 'null_images', 'VQAScorer', 'load_ge
 # %% ../../nbs/lib/models/14c_vqa.ipynb #df7eb8fe
 import inspect
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import log
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,13 @@ from torch import Tensor
 
 from ..core import CompvlError, pick, require
 from .formats import brief
-from .hub import check_hub
 from .pairs import in_batches
+from compvl.models.transformers_models import (
+    cached_or_fetched,
+    check_complete,
+    is_folder_or_id,
+    read_network,
+)
 from .weights import config_text, weights_digest
 
 # %% ../../nbs/lib/models/14c_vqa.ipynb #91f531b3
@@ -303,38 +307,10 @@ def _read(transformers, source: str, local: bool) -> tuple:
     Weights are as they were saved, which is bfloat16 for most models."""
     newer = int(transformers.__version__.split(".")[0]) >= 5
     dtype = {"dtype" if newer else "torch_dtype": "auto"}
-    verbosity = transformers.logging.get_verbosity()
-    # It warns of missing weights, which are an error here.
-    transformers.logging.set_verbosity_error()
-    try:
-        model, report = transformers.AutoModelForImageTextToText.from_pretrained(
-            source, output_loading_info=True, local_files_only=local, **dtype
-        )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
+    auto_class = transformers.AutoModelForImageTextToText
+    model, report = read_network(transformers, auto_class, source, local, **dtype)
     processor = transformers.AutoProcessor.from_pretrained(source, local_files_only=local)
     return model.eval(), report, processor
-
-
-def _cached_or_fetched(transformers, source: str) -> tuple:
-    """As `_read`; a hub id is fetched where the cache does not have it."""
-    try:
-        return _read(transformers, source, True)
-    except OSError:
-        if Path(source).is_dir():
-            raise
-    check_hub("this model", source, {"hf_hub": source}, "give their folder")
-    return _read(transformers, source, False)
-
-
-def _check_weights(report: dict, name: str):
-    """Raise CompvlError where transformers' loading report names missing or misfit weights."""
-    wrong = [f"{key} is missing" for key in sorted(report["missing_keys"])]
-    wrong += [f"{key} does not fit" for key in sorted(map(str, report["mismatched_keys"]))]
-    if wrong:
-        raise CompvlError(
-            f"the weights of {name} are not complete: {'; '.join(wrong[:3])} ({len(wrong)} in all)"
-        )
 
 # %% ../../nbs/lib/models/14c_vqa.ipynb #93d3d8de
 def load_generative(name: str, kind: str = "vqa", device=None, **options) -> VQAScorer:
@@ -346,7 +322,7 @@ def load_generative(name: str, kind: str = "vqa", device=None, **options) -> VQA
     old, there is no such model, weights are missing, or the hub cannot be reached."""
     name = str(name)
     pick(kind, GENERATIVE_SCORES, "kind of score")
-    if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not is_folder_or_id(name):
         raise CompvlError(f"{name or 'an empty name'} is no folder and no hub id (owner/name)")
     transformers = require("transformers", "transformers")
     if not hasattr(transformers, "AutoModelForImageTextToText"):
@@ -355,13 +331,15 @@ def load_generative(name: str, kind: str = "vqa", device=None, **options) -> VQA
             "update it to 4.46.1 or later"
         )
     try:
-        model, report, processor = _cached_or_fetched(transformers, name)
+        read = partial(_read, transformers)
+        model, report, processor = cached_or_fetched(read, name, "this model")
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise CompvlError(
             f"{name} could not be opened as an image-text-to-text model ({brief(error, 200)}): "
             "it takes config.json, the weights and the processor's files of such a model"
         ) from error
-    _check_weights(report, name)
+    remedy = "give a folder with all weights of the model in its config.json"
+    check_complete(report, f"the weights of {name} are not complete", remedy)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = model.float() if device.type == "cpu" else model
     return VQAScorer(model.to(device), processor, name, kind, **options)

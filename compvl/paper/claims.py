@@ -136,9 +136,8 @@ def _sentence(finding, unit: str, decimals: int) -> str:
     b = figure_text(finding.b, decimals)
     interval = f"[{signed(finding.lo)}, {signed(finding.hi)}]"
     difference = f"{signed(finding.difference)} {unit} {interval}"
-    return (
-        f"- {finding.claim}: {a} → {b}, a change of {difference}{published}: **{finding.verdict}**."
-    )
+    figures = f"{a} → {b}, a difference of {difference}{published}"
+    return f"- {finding.claim}: {figures}: **{finding.verdict}**."
 
 
 def findings_text(findings: pd.DataFrame, unit: str = "points", decimals: int = 1) -> str:

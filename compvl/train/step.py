@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attribution.tokens import text_attribution
+from ..core import CompvlError
 from ..losses import count_rows
 from ..models.clip import Model
 from ..models.diffusion import Diffusion
@@ -289,7 +290,7 @@ class ChunkedBackward:
         loss, logged = feature_loss(*features, None, None, self.batch, self.config)
         leaves = [leaf for leaf in features if leaf is not None]
         gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        return self.carry(gradients, loss.detach(), logged)
+        return self.backward_chunks(gradients, loss.detach(), logged)
 
     def encode(self, items: slice, texts: Tensor, attribution: str | None = None) -> tuple:
         """What `Towers` returns for the items and texts of a chunk."""
@@ -310,8 +311,8 @@ class ChunkedBackward:
         found = (torch.cat(images), texts, scales[0], biases[0])
         return [None if x is None else x.detach().requires_grad_() for x in found]
 
-    def carry(self, gradients, loss: Tensor, logged: dict) -> tuple[Tensor, dict]:
-        """Second pass: carry the gradients of features, scale and bias into the weights.
+    def backward_chunks(self, gradients, loss: Tensor, logged: dict) -> tuple[Tensor, dict]:
+        """Second pass: from the gradients of features, scale and bias to those of the weights.
 
         Terms that need a text pass are added chunk by chunk, also to the loss and to its parts."""
         image_gradients, text_gradients, *scalar_gradients = gradients
@@ -323,20 +324,21 @@ class ChunkedBackward:
                 self.states[k].restore()
                 outputs = self.encode(items, texts, attribution)
                 images, captions, *scalars = outputs[: 2 + len(scalar_gradients)]
-                carried = (images * image_gradients[items]).sum()
-                carried = carried + (captions * text_gradients[texts.to(self.model.device)]).sum()
+                # its gradient is that of the loss
+                product = (images * image_gradients[items]).sum()
+                product = product + (captions * text_gradients[texts.to(self.model.device)]).sum()
                 if k == last:
                     for scalar, gradient in zip(scalars, scalar_gradients, strict=True):
-                        carried = carried + (scalar * gradient).sum()
+                        product = product + (scalar * gradient).sum()
                 if attribution:
                     captions = self.text_pass_features(items, outputs, n)
                     for name, weight, part in self.text_pass_terms(captions):
-                        carried = carried + weight * part
+                        product = product + weight * part
                         loss = loss + weight * part.detach()
                         logged[name] = logged[name] + part.detach()
                     active = count_hinges(captions, self.config)
                     logged["with_hinge"] = logged["with_hinge"] + active
-                self.accelerator.backward(carried)
+                self.accelerator.backward(product)
         return loss, logged
 
     def text_pass_features(self, items: slice, outputs: tuple, n: Tensor) -> Features:
@@ -361,7 +363,13 @@ class ChunkedBackward:
         """Name, weight and value of each term that needs attributions, for a chunk's captions."""
         for term, weight in active_terms(self.config):
             if "attribution" in term.needs:
-                yield term.name, weight, term.compute(features, self.config)
+                value = term.compute(features, self.config)
+                if not isinstance(value, Tensor):
+                    raise CompvlError(
+                        f"the loss term {term.name!r} needs attributions and returns "
+                        f"{type(value).__name__}: with chunk_size it has to return one scalar"
+                    )
+                yield term.name, weight, value
 
 # %% ../../nbs/lib/train/07_step.ipynb #b853a8fc
 def backward_loss(

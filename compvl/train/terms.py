@@ -130,8 +130,15 @@ def register_term(
     """Register a function `(features, config) -> scalar` as a term of the loss.
 
     The function gets `Features` and a resolved `TrainConfig`, and returns this process's share of
-    the global batch's loss, as the functions of `compvl.losses` do. Raises `CompvlError` for a name
-    that is taken by a function of another module, and for an unknown need."""
+    the global batch's loss, as the functions of `compvl.losses` do. One that needs `attribution`
+    meets less with `TrainConfig.chunk_size`: first all items without `token_attributions`, where it
+    returns 0, then each chunk of items with them. Of a chunk there are images, captions, scale,
+    attributions, and the masks `objects`, `composition` and `relations` in `batch`. The chunks'
+    values are added up, so each is a sum over items divided by `global_attributable`.
+    Raises `CompvlError` where there is no name, for a name that is taken by a function of another
+    module, and for an unknown need."""
+    if callable(name):
+        raise CompvlError(f'a loss term needs a name: write @register_term("{name.__name__}")')
     for need in needs:
         pick(need, NEEDS, "need of a loss term")
 
