@@ -202,14 +202,15 @@ def load_dual_encoder(source, device=None, name: str | None = None) -> WrappedMo
         raise CompvlError(f"{source} is no folder and no hub id (owner/name): give one of the two")
     transformers = require("transformers", "transformers")
     try:
-        network, report, images, captions = cached_or_fetched(
-            partial(_read_dual_encoder, transformers), source, f"{PREFIX}{source}"
-        )
+        read = partial(_read_dual_encoder, transformers)
+        remedy = f"give their folder: {PREFIX}FOLDER"
+        found = cached_or_fetched(read, source, f"{PREFIX}{source}", remedy)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, *DAMAGED) as error:
         raise CompvlError(
             f"{PREFIX}{source} could not be opened ({brief(error, 200)}): it takes config.json, "
             "weights without code of their own, and the processor's files"
         ) from error
+    network, report, images, captions = found
     check_complete(
         report,
         f"{source} holds no complete dual encoder",

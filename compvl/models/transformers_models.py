@@ -23,6 +23,7 @@ def cached_or_fetched(
     read: Callable,  # (source, whether to read without the network) -> anything
     source: str,  # a folder or a hub id
     name: str,  # of the model, for messages
+    remedy: str = "give their folder",  # what to do with weights that were fetched elsewhere
 ):
     """What `read` returns of a folder or of the hub's cache, or else of the hub.
 
@@ -33,7 +34,7 @@ def cached_or_fetched(
     except OSError:
         if Path(source).is_dir():
             raise
-    check_hub(name, source, {"hf_hub": source}, "give their folder")
+    check_hub(name, source, {"hf_hub": source}, remedy)
     return read(source, False)
 
 # %% ../../nbs/lib/models/05b_transformers_models.ipynb #171db43f
