@@ -88,9 +88,11 @@ LARGEST_SHOWN = 150_000  # bytes of a picture in a notebook
 
 
 def _as_palette_png(picture: Image.Image) -> bytes:
-    """A picture as a PNG with 256 colours."""
+    """A picture as a PNG with 256 colours; a rare one counts as much as those of large areas."""
     buffer = io.BytesIO()
-    reduced = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    reduced = picture.convert("RGB").quantize(
+        256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+    )
     reduced.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 

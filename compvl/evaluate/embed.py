@@ -51,10 +51,12 @@ def inference(model, device=None):
 
 # %% ../../nbs/lib/evaluate/04_embed.ipynb #4fb60d6e
 def _default_batch_size(model) -> int:
-    """Images a batch: 32 of 224 pixels on a CPU, 256 on a GPU, more where they are smaller."""
-    base = 32 if model.device.type == "cpu" else 256
+    """Images a batch: 32 of 224 pixels on a CPU, 256 on a GPU, more where they are smaller.
+
+    On a CPU at most 128, since the activations of more do not fit into its cache."""
+    base, largest = (32, 128) if model.device.type == "cpu" else (256, 512)
     times_smaller = (224 // model.image_size) ** 2 if model.can_normalize else 1
-    return min(512, base * max(1, times_smaller))
+    return min(largest, base * max(1, times_smaller))
 
 
 def _fingerprint(model) -> str:

@@ -8,6 +8,7 @@ __all__ = ['own_findings', 'own_counts']
 # %% ../../nbs/lib/paper/19h_own_questions.ipynb #1c29ea4b
 import pandas as pd
 
+from .claims import SUPPORTED
 from .evidence import CLAIM_VERDICTS, Store
 from .ledger import discoveries
 
@@ -28,8 +29,8 @@ def own_findings(store: Store) -> pd.DataFrame:
     """The hypotheses of our own questions, a row for each, by question.
 
     Columns question, notebook (its number), claim, difference, lo, hi, p, q (p adjusted over all of
-    them, see `compvl.paper.ledger.discoveries`) and verdict; *reproduced* means that the results
-    support the hypothesis. Tables that are not there are left out."""
+    them, see `compvl.paper.ledger.discoveries`) and verdict (*supported*, or one of
+    `compvl.paper.evidence.CLAIM_VERDICTS`). Tables that are not there are left out."""
     parts = []
     for (stem, asked), question in _QUESTIONS.items():
         table = store.table(stem)
@@ -50,7 +51,8 @@ def own_counts(findings: pd.DataFrame) -> pd.DataFrame:
     """Number of hypotheses of `own_findings` by question and verdict, and of all."""
     questions = list(dict.fromkeys(findings.question))
     table = pd.crosstab(findings.question, findings.verdict)
-    verdicts = [verdict for verdict in CLAIM_VERDICTS if verdict in set(findings.verdict)]
+    found = set(findings.verdict)
+    verdicts = [verdict for verdict in (SUPPORTED, *CLAIM_VERDICTS) if verdict in found]
     table = table.reindex(index=questions, columns=verdicts, fill_value=0)
     table.loc["all"] = table.sum()
     return table.assign(hypotheses=table.sum(axis=1)).rename_axis("question")

@@ -322,7 +322,7 @@ def _relative(key: str, label: str, group: str, base: str, zoo: str, **look) -> 
 
 
 _SMALL = "smaller towers (not in the published table)"
-_BOTH_WAYS = "RoBERTa: text tower that reads both ways"
+_BOTH_WAYS = "RoBERTa: bidirectional text tower"
 _DATACOMP = "DataComp: another mix of pairs"
 _P8 = ("micro-clip-p8", "clip-vit-b-16")
 _LARGE = ("micro-clip-large", "clip-vit-l-14")
@@ -397,14 +397,14 @@ _RELEASED = [  # of HP's evaluation, without relative in the microworld
 ]
 
 # %% ../../nbs/lib/paper/04_rows.ipynb #69bb2a36
-_TOWER_GROUP = "RoBERTa-like tower, finetuned (not in the published table)"
+_TOWER_GROUP = "bidirectional text tower, finetuned (not in the published table)"
 
 
 def _on_roberta(key: str, name: str, method: str, **look) -> Row:
-    """A row of HP, finetuned from the text tower that reads both ways."""
+    """A row of HP, finetuned from the bidirectional text tower."""
     return Row(
         f"roberta-{key}",
-        f"RoBERTa-like, {name}",
+        f"Bidirectional, {name}",
         _TOWER_GROUP,
         train=dict(method=method),
         base=_BIDIR[0],

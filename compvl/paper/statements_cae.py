@@ -156,7 +156,7 @@ _ATTRIBUTION = [
             for kind, method in product(("relation", "attribute"), ATTRIBUTIONS)
         ),
         kind="premise",
-        unit="hundredths",
+        unit="hundredths (by perturbation: logits)",
         why=(
             "L_attr compares objects with the mean of relations and attributes together, and says "
             "nothing of relations alone."
