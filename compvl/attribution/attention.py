@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core import CompvlError, pick
+from ..losses import precise
 
 # %% auto #0
-__all__ = ['HEADS', 'SCORES', 'plain_attention', 'watched', 'as_found', 'relevance', 'wide', 'unit', 'image_features',
-           'score_scale']
+__all__ = ['HEADS', 'SCORES', 'plain_attention', 'watched', 'as_found', 'relevance', 'unit', 'image_features', 'score_scale']
 
 # %% ../../nbs/lib/attribution/01_attention.ipynb #29841f33
 def plain_attention(blocks: Iterable[nn.Module]) -> bool:
@@ -134,14 +134,9 @@ def relevance(
     return result
 
 # %% ../../nbs/lib/attribution/01_attention.ipynb #3f6cda5f
-def wide(x: Tensor) -> Tensor:
-    """`x` in float32, or in float64 where it is."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def unit(x: Tensor) -> Tensor:
     """Unit vectors along the last dimension, float32 or float64."""
-    return F.normalize(wide(x), dim=-1)
+    return F.normalize(precise(x), dim=-1)
 
 # %% ../../nbs/lib/attribution/01_attention.ipynb #0c9ce7f9
 def image_features(

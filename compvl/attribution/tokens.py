@@ -20,9 +20,9 @@ from compvl.attribution.attention import (
     score_scale,
     unit,
     watched,
-    wide,
 )
 from ..core import CompvlError, pick
+from ..losses import precise
 from ..models.towers import TextTower, eot_positions, length_parts, text_tower
 
 # %% auto #0
@@ -166,7 +166,7 @@ def text_attribution(
                 rows = _gradcam_rows(forward, scores, start_layer, heads, create_graph)
         padded = [F.pad(row, (0, tokens.shape[1] - row.shape[1])) for row in rows]
         back = forward.order.argsort()
-        attribution = wide(torch.cat(padded))[back]
+        attribution = precise(torch.cat(padded))[back]
         text = forward.text[back]
     if not create_graph:
         attribution = attribution.detach()

@@ -405,7 +405,7 @@ def triplet_term(features, config):
 def _sigmoid_bias(features: Features) -> Tensor:
     if features.logit_bias is not None:
         return features.logit_bias
-    return softmax_bias(features.images, features.captions, features.scale)
+    return softmax_bias(features.images, features.captions, features.scale, features.groups)
 
 
 @register_term("sigmoid", needs=("logit_bias",))
