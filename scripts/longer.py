@@ -7,8 +7,11 @@ Where pieces of micro-full have been made (`scripts/pieces.py`), this script eva
 items of micro-full, each row with the seeds that are there, and writes to data/results/micro-full:
 
 - longer.csv, accuracy, brittleness and mean scores of each row of Table 1 that is there,
-  longer_pairs.csv, paired differences of rows, and longer_convergence.csv, how well the runs keep
-  the two rules of `compvl.paper.convergence`;
+  longer_pairs.csv, paired differences of rows, longer_synonyms.csv and longer_synonym_gains.csv,
+  figures by whether finetuning showed the synonym of the hard positive, and longer_curves.csv, what
+  was measured on held-out scenes during training;
+- longer_convergence.csv, how well all runs that are there keep the two rules of
+  `compvl.paper.convergence`;
 - <results>_contrasts.csv, the figures that the ledger's statements are tested by, as far as their
   rows are there (`compvl.paper.longer`): of two rows, the seeds that both have.
 
@@ -20,21 +23,26 @@ import os
 import tempfile
 from pathlib import Path
 
+import pandas as pd
+
 from compvl.core import atomic_write, data_dir
 from compvl.paper.columns import ACCURACY, MEAN_SCORES
-from compvl.paper.comparisons import comparisons
+from compvl.paper.comparisons import carried, comparisons
 from compvl.paper.convergence import convergence
 from compvl.paper.evaluation import learning_curves, results
 from compvl.paper.loading import TRIPLET_BENCHMARKS, load
 from compvl.paper.longer import CONTRASTED, contrasted_rows, contrasts_of
 from compvl.paper.pieces import open_pieces
 from compvl.paper.profiles import get_profile
+from compvl.paper.rows import ROWS, rows
 from compvl.paper.runs import run_config, seeds_of
 from compvl.paper.statements import contrasts_table
+from compvl.paper.synonyms import synonym_parts, synonym_table
 from compvl.paper.table_rows import HP_TABLE1
 
 FOLDER = data_dir() / "results/micro-full"
-PARTS = ["table1", *CONTRASTED]
+PARTS = ["table1", "convergence", *CONTRASTED]
+WATCHED = rows("clip-coco", "hn", "hp+hn", "swap-only", "replace-only")
 PAIRS = [
     ("clip", "clip-coco"),
     ("clip", "hn"),
@@ -79,12 +87,31 @@ def write(table, name: str):
         table.to_csv(path, index=False)
 
 
+def write_synonyms(found):
+    """Figures on REPLACE's items with seen and with unseen synonyms, and what hard positives do."""
+    write(synonym_table(found, ["clip", "clip-coco", "hn", "hp+hn"]), "longer_synonyms.csv")
+    seen, unseen = synonym_parts(found).values()
+    gains = {}
+    for metric in ("aug_acc", "brittleness"):
+        gains[metric] = carried(seen, unseen, ("hn", "hp+hn"), ("replace", "macro", metric))
+    gains = pd.DataFrame(gains).T.rename_axis("metric").reset_index()
+    write(gains, "longer_synonym_gains.csv")
+
+
+def write_curves(profile, out: Path, seeds):
+    """What was measured on held-out scenes during the training of some rows, thinned."""
+    log = learning_curves(WATCHED, profile, out, seeds=seeds)
+    measured = [name for name in log if name.startswith("val_")]
+    log = log.dropna(subset=["val_loss"])[["method", "seed", "step", *measured]]
+    write(log.round(4), "longer_curves.csv")
+
+
 def write_table1(profile, out: Path):
-    """The rows of Table 1, their differences, and how well they converged."""
+    """The rows of Table 1, their differences, and how they came about."""
     seeds = seeds_there(HP_TABLE1, TRIPLET_BENCHMARKS, profile)
     found = results_there(HP_TABLE1, seeds, TRIPLET_BENCHMARKS, profile, out, "longer")
-    curves = learning_curves(found.rows, profile, out, seeds=seeds)
-    write(convergence(curves, found.rows).round(2), "longer_convergence.csv")
+    write_synonyms(found)
+    write_curves(profile, out, seeds)
     summary = found.summary()
     metrics = {column.metric for column in (*ACCURACY, *MEAN_SCORES)}
     summary = summary[summary.metric.isin(metrics)]
@@ -92,6 +119,20 @@ def write_table1(profile, out: Path):
     write(summary[columns], "longer.csv")
     pairs = [pair for pair in PAIRS if set(pair) <= set(seeds)]
     write(comparisons(found, pairs, ACCURACY), "longer_pairs.csv")
+
+
+def write_convergence(profile, out: Path):
+    """How well the runs of all rows keep the two rules."""
+    pieces = open_pieces()
+    seeds = {}
+    for row in ROWS.values():
+        if row.source != "trained":
+            continue
+        runs = [(seed, run_config(row, profile, seed)) for seed in seeds_of(row, profile)]
+        seeds[row.key] = [seed for seed, run in runs if pieces.metrics(run) is not None]
+    there = [ROWS[key] for key, found in seeds.items() if found]
+    curves = learning_curves(there, profile, out, seeds=seeds)
+    write(convergence(curves, there).round(2), "longer_convergence.csv")
 
 
 def write_contrasts(name: str, profile, out: Path):
@@ -112,8 +153,10 @@ def main(only: list[str] | None):
         for name in only or PARTS:
             if name == "table1":
                 write_table1(profile, Path(out))
-                continue
-            write_contrasts(name, profile, Path(out))
+            elif name == "convergence":
+                write_convergence(profile, Path(out))
+            else:
+                write_contrasts(name, profile, Path(out))
 
 
 if __name__ == "__main__":

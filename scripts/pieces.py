@@ -151,7 +151,8 @@ def make_piece(name, row, seed, by_split):
     from compvl.paper.evaluation import results
     from compvl.paper.profiles import get_profile
 
-    profile = replace(get_profile(name), seeds=(seed,), base_seeds=(seed,), n_boot=2)
+    one_seed = dict(seeds=(seed,), main_seeds=(seed,), base_seeds=(seed,))
+    profile = replace(get_profile(name), **one_seed, n_boot=2)
     rows = rows_of(row)
     folder = Path(os.environ["COMPVL_PIECES"])
     if is_whole(folder, profile, rows, seed, by_split):

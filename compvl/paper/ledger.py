@@ -161,12 +161,26 @@ def items_needed(tests: pd.DataFrame) -> pd.Series:
     return tests.n * (width / wanted.replace(0, np.nan)) ** 2
 
 
-def _needed_text(tests: pd.DataFrame) -> str:
+def _visible_text(tests: pd.DataFrame, unit: str) -> str:
+    """How many items would show a difference of one unit, where no size is published."""
+    size, name = {"points": (1, "one point"), "nats": (0.1, "0.1 nats")}.get(
+        unit, (1, "one hundredth")
+    )
+    needed = tests.n * ((tests.hi - tests.lo) / (2 * size)) ** 2
+    if needed.isna().all():
+        return "No size is published, on which the number of items depends that would decide it."
+    return (
+        f"No size is published. A difference of {name} would show with about {needed.max():,.0f} "
+        f"items; there are {tests.n[needed.idxmax()]:,.0f}."
+    )
+
+
+def _needed_text(tests: pd.DataFrame, unit: str) -> str:
     """How many items would decide all tests that are too wide: by the rule *most*, fewer may do."""
     undecided = tests[tests.verdict == TOO_WIDE]
     needed = items_needed(undecided)
     if needed.isna().any():
-        return "No size is published, on which the number of items depends that would decide it."
+        return _visible_text(undecided[needed.isna()], unit)
     return f"About {needed.max():,.0f} items would decide it, instead of {undecided.n.max():,.0f}."
 
 
@@ -192,7 +206,7 @@ def evaluation_text(
     if run:
         parts.append(f"Some tests have no data: {run}.")
     if found.verdict == TOO_WIDE:
-        parts.append(_needed_text(tests))
+        parts.append(_needed_text(tests, statement.unit))
     in_microworld = PROFILES[profile].data == "microworld"
     if in_microworld and found.verdict in (TOO_WIDE, NO_EFFECT, OPPOSITE):
         parts.append(statement.why)

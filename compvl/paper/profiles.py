@@ -15,7 +15,8 @@ from ..train.recipes import RECIPES
 # %% ../../nbs/lib/paper/01_profiles.ipynb #9c846341
 # The keys of a profile in the JSON file beside its results, in order.
 _RECORD = """name model pretrained data root n_train steps epochs batch_size lr warmup weight_decay
-precision n_items n_retrieval n_classification n_kind n_boot seeds n_pretrain pretrain_steps
+precision n_items n_retrieval n_classification n_kind n_boot seeds main_seeds n_pretrain
+pretrain_steps
 base_seeds w_attr recipes""".split()
 
 
@@ -33,6 +34,7 @@ class Profile:
     n_kind: int | None = 1000  # items of each part of a benchmark whose parts are reported apart
     n_boot: int = 1000  # resamples of the bootstrap intervals
     seeds: tuple[int, ...] = (0,)  # seeds of the training runs
+    main_seeds: tuple[int, ...] = ()  # those of the papers' own methods, if more (`seeds_of`)
     n_pretrain: int | None = 100_000  # pairs that the base sees; None: no base of ours
     pretrain_steps: int | None = 3000  # steps of its pretraining; None: no base of ours
     base_seeds: tuple[int, ...] = (0,)  # seeds of pretraining, where bases are compared
@@ -106,7 +108,10 @@ class Profile:
         return f"{self.n_train:,} pairs of {data}" if self.n_train else data
 
     def _seeds(self) -> str:
-        return f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+        if len(self.seeds) == 1:
+            return "one seed"
+        more = f" ({len(self.main_seeds)} of the papers' own methods)" if self.main_seeds else ""
+        return f"{len(self.seeds)} seeds{more}"
 
     def _items(self) -> str:
         if not self.n_items:
@@ -175,6 +180,7 @@ _MICRO_FULL_PROFILE = Profile(
     n_kind=2500,
     n_boot=2000,
     seeds=(0, 1, 2),
+    main_seeds=(0, 1, 2, 3, 4),
     base_seeds=(0, 1, 2),
     w_attr=_W_ATTR,
 )

@@ -108,16 +108,24 @@ def _is_trained_here(row: Row, profile: Profile) -> bool:
     return row.source == "trained" and not _is_released(row, profile)
 
 
+_MAIN = ("clip-coco", "hn", "hp+hn", "swap-only", "replace-only")  # HP's own, and their control
+_MAIN += ("cae-attention", "cae-gradcam", "cae-perturbation", "cae-gradient")
+
+
 def seeds_of(row: Row, profile: Profile) -> tuple[int, ...]:
     """The seeds of a row: of its training runs, or of the pretraining of a shipped model.
 
-    What is not trained has seed 0 alone; a row that the microworld has no model for, none there.
-    """
+    What is not trained has seed 0 alone; a row that the microworld has no model for, none there. A
+    profile may have more seeds for the papers' own methods and for captions alone."""
     if not (profile.root or row.has_counterpart):
         return ()
     if row.is_shipped:
         return (0,) if profile.root else profile.base_seeds
-    return profile.seeds if _is_trained_here(row, profile) else (0,)
+    if not _is_trained_here(row, profile):
+        return (0,)
+    if row.key in _MAIN and profile.main_seeds:
+        return profile.main_seeds
+    return profile.seeds
 
 
 AnyConfig = TrainConfig | MatcherConfig | CaptionerConfig  # of the run behind a row
