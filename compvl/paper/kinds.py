@@ -107,6 +107,7 @@ def kind_attributions(
     *,
     batch_size: int = 256,  # captions at a time
     progress: bool = False,
+    heads: str = "mean",  # of GradCAM, as in `text_attribution`
 ) -> pd.DataFrame:
     """Mean attribution of each caption's tokens by kind, in the logit of image and caption.
 
@@ -143,7 +144,7 @@ def kind_attributions(
                 counted = {kind: mask & touched for kind, mask in of_rows.items()}
             else:
                 on_device = tokens[rows].to(model.device)
-                attribution = text_attribution(model, of_images, on_device, method)
+                attribution = text_attribution(model, of_images, on_device, method, heads=heads)
                 attribution = attribution.cpu()
                 counted = of_rows
             tables.append(_by_kind(attribution, counted, item=rows.numpy(), method=method))
