@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['STATEMENTS', 'BY_CONSTRUCTION', 'LEDGER_COLUMNS', 'PAPER_TITLES', 'Evaluation', 'evaluate_statement',
-           'difference_text', 'measured_text', 'published_text', 'items_needed', 'evaluation_text', 'discoveries',
-           'ledger_row', 'make_ledger', 'counts', 'paper_report']
+           'difference_text', 'measured_text', 'published_text', 'evaluation_text', 'discoveries', 'ledger_row',
+           'make_ledger', 'counts', 'paper_report']
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #223f5edd
 from collections.abc import Iterable
@@ -151,37 +151,41 @@ def _several_tests(tests: pd.DataFrame, unit: str, published: str) -> str:
     return text
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #7aba8cf0
-def items_needed(tests: pd.DataFrame) -> pd.Series:
-    """Number of items at which each test would be decided, by its published difference.
+def _seeds_needed(tests: pd.DataFrame, width: pd.Series) -> pd.Series:
+    """Number of seeds at which the intervals of tests with several seeds are as narrow as `width`.
 
-    That is where half of this difference no longer fits into an interval beside zero. NaN where no
-    difference is published: it depends on the size that one looks for."""
-    width = tests.hi - tests.lo
-    wanted = tests.published.abs() / 2
-    return tests.n * (width / wanted.replace(0, np.nan)) ** 2
+    With more seeds, the quantile of Student's t falls towards that of a normal distribution."""
+    from scipy.stats import t  # slow to import
 
-
-def _visible_text(tests: pd.DataFrame, unit: str) -> str:
-    """How many items would show a difference of one unit, where no size is published."""
-    size, name = {"points": (1, "one point"), "nats": (0.1, "0.1 nats")}.get(
-        unit, (1, "one hundredth")
-    )
-    needed = tests.n * ((tests.hi - tests.lo) / (2 * size)) ** 2
-    if needed.isna().all():
-        return "No size is published, on which the number of items depends that would decide it."
-    return (
-        f"No size is published. A difference of {name} would show with about {needed.max():,.0f} "
-        f"items; there are {tests.n[needed.idxmax()]:,.0f}."
-    )
+    normal = (tests.hi - tests.lo) * 1.96 / t.ppf(0.975, tests.seeds - 1)
+    needed = tests.seeds * (normal / width) ** 2
+    return needed.clip(lower=tests.seeds + 1)
 
 
 def _needed_text(tests: pd.DataFrame, unit: str) -> str:
-    """How many items would decide all tests that are too wide: by the rule *most*, fewer may do."""
+    """What would decide all tests that are too wide; by the rule *most*, less may do.
+
+    That is a number of seeds for tests that have several, and otherwise one of items."""
     undecided = tests[tests.verdict == TOO_WIDE]
-    needed = items_needed(undecided)
-    if needed.isna().any():
-        return _visible_text(undecided[needed.isna()], unit)
-    return f"About {needed.max():,.0f} items would decide it, instead of {undecided.n.max():,.0f}."
+    sizes = {"points": (1, "one point"), "nats": (0.1, "0.1 nats")}
+    size, name = sizes.get(unit, (1, "one hundredth"))
+    is_published = undecided.published.abs() > 0
+    width = (undecided.published.abs() / 2).where(is_published, 2 * size)
+    needed = undecided.n * ((undecided.hi - undecided.lo) / width) ** 2
+    things = "items"
+    there = undecided.n
+    if undecided.seeds.max() > 1:
+        seeded = undecided[undecided.seeds > 1]
+        needed = _seeds_needed(seeded, width[seeded.index])
+        things = "seeds"
+        there = seeded.seeds
+    if needed.isna().all():
+        return "No size is published, on which the number of items depends that would decide it."
+    at = needed.idxmax()
+    number = f"about {np.ceil(needed[at]):,.0f} {things}, instead of {there[at]:,.0f}"
+    if is_published[at]:
+        return f"It would be decided with {number}."
+    return f"No size is published. A difference of {name} would show with {number}."
 
 
 def evaluation_text(
