@@ -39,7 +39,7 @@ class Trial(NamedTuple):
 
 
 _ROWS = ("clip-coco", "hn")
-_SHORT = [(1e-4, 20), (2e-4, 20), (2e-4, 40), (3e-4, 40), (5e-4, 40)]
+_SHORT = [(1e-4, 12), (2e-4, 12), (2e-4, 24), (3e-4, 24), (5e-4, 24)]
 _LONG = [
     (24_000, 1500, 2e-4, 100),
     (24_000, 1500, 3e-4, 100),
@@ -50,8 +50,8 @@ _LONG = [
 ]
 _LOW_RANK = [1.5e-3, 3e-3, 5e-3, 1.5e-2]
 TRIALS = [
-    *(Trial(row, "micro", 12_000, 120, *rate) for rate in _SHORT for row in _ROWS),
-    *(Trial("svlc", "micro", 12_000, 120, rate, 40) for rate in _LOW_RANK),
+    *(Trial(row, "micro", 12_000, 72, *rate) for rate in _SHORT for row in _ROWS),
+    *(Trial("svlc", "micro", 12_000, 72, rate, 24) for rate in _LOW_RANK),
     *(Trial(row, "micro-full", *schedule) for schedule in _LONG for row in _ROWS),
     Trial("clip-coco", "micro-full", 96_000, 3000, 2.5e-4, 300),
 ]
@@ -65,7 +65,7 @@ def config_of(trial: Trial) -> TrainConfig:
         steps=trial.steps,
         lr=trial.lr / row.rate,
         warmup=trial.warmup,
-        validate_every=max(24, trial.steps // 30),
+        validate_every=max(12, trial.steps // 30),
         n_validation=1000,
     )
     return run_config(row, profile)

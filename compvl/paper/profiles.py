@@ -124,13 +124,13 @@ _MICRO = dict(
     pretrained="base",
     data="microworld",
     n_train=12_000,
-    steps=120,
+    steps=72,
     batch_size=128,
     lr=2e-4,
-    warmup=40,
+    warmup=24,
     weight_decay=0.2,
     precision="auto",
-    validate_every=24,
+    validate_every=12,
     n_validation=512,
 )
 _SMOKE = _MICRO | dict(
