@@ -23,11 +23,9 @@ import os
 import tempfile
 from pathlib import Path
 
-import pandas as pd
-
 from compvl.core import atomic_write, data_dir
 from compvl.paper.columns import ACCURACY, MEAN_SCORES
-from compvl.paper.comparisons import carried, comparisons
+from compvl.paper.comparisons import comparisons
 from compvl.paper.convergence import convergence
 from compvl.paper.evaluation import learning_curves, results
 from compvl.paper.loading import TRIPLET_BENCHMARKS, load
@@ -37,7 +35,7 @@ from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS, rows
 from compvl.paper.runs import run_config, seeds_of
 from compvl.paper.statements import contrasts_table
-from compvl.paper.synonyms import synonym_parts, synonym_table
+from compvl.paper.synonyms import synonym_gains, synonym_table
 from compvl.paper.table_rows import HP_TABLE1
 
 FOLDER = data_dir() / "results/micro-full"
@@ -90,12 +88,7 @@ def write(table, name: str):
 def write_synonyms(found):
     """Figures on REPLACE's items with seen and with unseen synonyms, and what hard positives do."""
     write(synonym_table(found, ["clip", "clip-coco", "hn", "hp+hn"]), "longer_synonyms.csv")
-    seen, unseen = synonym_parts(found).values()
-    gains = {}
-    for metric in ("aug_acc", "brittleness"):
-        gains[metric] = carried(seen, unseen, ("hn", "hp+hn"), ("replace", "macro", metric))
-    gains = pd.DataFrame(gains).T.rename_axis("metric").reset_index()
-    write(gains, "longer_synonym_gains.csv")
+    write(synonym_gains(found), "longer_synonym_gains.csv")
 
 
 def write_curves(profile, out: Path, seeds):
@@ -128,9 +121,13 @@ def write_convergence(profile, out: Path):
     for row in ROWS.values():
         if row.source != "trained":
             continue
-        runs = [(seed, run_config(row, profile, seed)) for seed in seeds_of(row, profile)]
-        seeds[row.key] = [seed for seed, run in runs if pieces.metrics(run) is not None]
-    there = [ROWS[key] for key, found in seeds.items() if found]
+        there = []
+        for seed in seeds_of(row, profile):
+            if pieces.metrics(run_config(row, profile, seed)) is not None:
+                there.append(seed)
+        if there:
+            seeds[row.key] = there
+    there = [ROWS[key] for key in seeds]
     curves = learning_curves(there, profile, out, seeds=seeds)
     write(convergence(curves, there).round(2), "longer_convergence.csv")
 
