@@ -33,28 +33,27 @@ class Trial(NamedTuple):
     row: str
     profile: str  # where it may be used
     n_train: int  # scenes
-    batch_size: int
     steps: int
     lr: float  # peak, after `warmup` steps
     warmup: int
 
 
 _ROWS = ("clip-coco", "hn")
-_SHORT = [(1e-4, 24), (2e-4, 24), (2e-4, 48), (3e-4, 48), (5e-4, 48)]
+_SHORT = [(1e-4, 20), (2e-4, 20), (2e-4, 40), (3e-4, 40), (5e-4, 40)]
 _LONG = [
-    (24_000, 128, 1500, 2e-4, 100),
-    (24_000, 128, 1500, 3e-4, 100),
-    (24_000, 128, 3000, 3e-4, 300),
-    (96_000, 128, 1500, 3e-4, 300),
-    (96_000, 128, 3000, 3e-4, 300),
-    (96_000, 128, 3000, 2e-4, 300),
+    (24_000, 1500, 2e-4, 100),
+    (24_000, 1500, 3e-4, 100),
+    (24_000, 3000, 3e-4, 300),
+    (96_000, 1500, 3e-4, 300),
+    (96_000, 3000, 3e-4, 300),
+    (96_000, 3000, 2e-4, 300),
 ]
 _LOW_RANK = [1.5e-3, 3e-3, 5e-3, 1.5e-2]
 TRIALS = [
-    *(Trial(row, "micro", 12_000, 64, 144, *rate) for rate in _SHORT for row in _ROWS),
-    *(Trial("svlc", "micro", 12_000, 64, 144, rate, 48) for rate in _LOW_RANK),
+    *(Trial(row, "micro", 12_000, 120, *rate) for rate in _SHORT for row in _ROWS),
+    *(Trial("svlc", "micro", 12_000, 120, rate, 40) for rate in _LOW_RANK),
     *(Trial(row, "micro-full", *schedule) for schedule in _LONG for row in _ROWS),
-    Trial("clip-coco", "micro-full", 96_000, 128, 3000, 2.5e-4, 300),
+    Trial("clip-coco", "micro-full", 96_000, 3000, 2.5e-4, 300),
 ]
 
 
@@ -63,7 +62,6 @@ def config_of(trial: Trial) -> TrainConfig:
     row = ROWS[trial.row].training(validate_on=())
     profile = get_profile(trial.profile).training(
         n_train=trial.n_train,
-        batch_size=trial.batch_size,
         steps=trial.steps,
         lr=trial.lr / row.rate,
         warmup=trial.warmup,

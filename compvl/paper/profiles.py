@@ -124,10 +124,10 @@ _MICRO = dict(
     pretrained="base",
     data="microworld",
     n_train=12_000,
-    steps=144,
-    batch_size=64,
+    steps=120,
+    batch_size=128,
     lr=2e-4,
-    warmup=48,
+    warmup=40,
     weight_decay=0.2,
     precision="auto",
     validate_every=24,
@@ -143,12 +143,7 @@ _SMOKE = _MICRO | dict(
     n_validation=32,
 )
 _MICRO_FULL = _MICRO | dict(
-    n_train=96_000,
-    steps=3000,
-    batch_size=128,
-    warmup=300,
-    validate_every=100,
-    n_validation=1000,
+    n_train=96_000, steps=3000, warmup=300, validate_every=100, n_validation=1000
 )
 # What a row's recipe leaves open is as in NegCLIP's, but for the method, which is the row's.
 _PAPER = {key: value for key, value in RECIPES["negclip"].items() if key != "method"}
