@@ -162,23 +162,28 @@ def _seeds_needed(tests: pd.DataFrame, width: pd.Series) -> pd.Series:
     return needed.clip(lower=tests.seeds + 1)
 
 
-def _needed_text(tests: pd.DataFrame, unit: str) -> str:
-    """What would decide all tests that are too wide; by the rule *most*, less may do.
+def _needed(undecided: pd.DataFrame, width: pd.Series) -> tuple[str, pd.Series, pd.Series]:
+    """How many seeds or items make the intervals of tests as narrow as `width`, and how many
+    there are: ("seeds" or "items", needed, there).
 
-    That is a number of seeds for tests that have several, and otherwise one of items."""
-    undecided = tests[tests.verdict == TOO_WIDE]
-    sizes = {"points": (1, "one point"), "nats": (0.1, "0.1 nats")}
-    size, name = sizes.get(unit, (1, "one hundredth"))
-    is_published = undecided.published.abs() > 0
-    width = (undecided.published.abs() / 2).where(is_published, 2 * size)
-    needed = undecided.n * ((undecided.hi - undecided.lo) / width) ** 2
-    things = "items"
-    there = undecided.n
+    Seeds where some tests have several, and then of these tests alone."""
     if undecided.seeds.max() > 1:
         seeded = undecided[undecided.seeds > 1]
-        needed = _seeds_needed(seeded, width[seeded.index])
-        things = "seeds"
-        there = seeded.seeds
+        return "seeds", _seeds_needed(seeded, width[seeded.index]), seeded.seeds
+    needed = undecided.n * ((undecided.hi - undecided.lo) / width) ** 2
+    return "items", needed, undecided.n
+
+
+_SHOWN_SIZE = {"points": (1, "one point"), "nats": (0.1, "0.1 nats")}
+
+
+def _needed_text(tests: pd.DataFrame, unit: str) -> str:
+    """What would decide all tests that are too wide; by the rule *most*, less may do."""
+    undecided = tests[tests.verdict == TOO_WIDE]
+    size, name = _SHOWN_SIZE.get(unit, (1, "one hundredth"))
+    is_published = undecided.published.abs() > 0
+    width = (undecided.published.abs() / 2).where(is_published, 2 * size)
+    things, needed, there = _needed(undecided, width)
     if needed.isna().all():
         return "No size is published, on which the number of items depends that would decide it."
     at = needed.idxmax()

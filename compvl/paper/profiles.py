@@ -16,8 +16,7 @@ from ..train.recipes import RECIPES
 # The keys of a profile in the JSON file beside its results, in order.
 _RECORD = """name model pretrained data root n_train steps epochs batch_size lr warmup weight_decay
 precision n_items n_retrieval n_classification n_kind n_boot seeds main_seeds n_pretrain
-pretrain_steps
-base_seeds w_attr recipes""".split()
+pretrain_steps base_seeds w_attr recipes""".split()
 
 
 @dataclass(frozen=True)
