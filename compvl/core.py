@@ -76,6 +76,7 @@ def data_dir() -> Path:
 
     They contain the published tables, the lexicon and the base checkpoints, and the committed
     results. `$COMPVL_DATA` if set, else the checkout's `data/`, else the copy in the package.
+    Raises `CompvlError` where `$COMPVL_DATA` is no folder, or the data are missing.
     """
     chosen = os.environ.get("COMPVL_DATA")
     if not chosen:

@@ -68,7 +68,7 @@ def _share(rows: Tensor, mask: Tensor | None = None, n: Tensor | None = None) ->
 
 # %% ../nbs/lib/04_losses.ipynb #2e8e2dc1
 def precise(x: Tensor) -> Tensor:
-    """`x` in float32, or in float64 where it is."""
+    """`x` in float32, or in float64 where it is. Any shape."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -345,7 +345,8 @@ def sigmoid_pair_loss(
     """Mean over i of −log σ(sign (s I_i·X_i + b)); a scalar.
 
     Further texts of an image as further pairs of `sigmoid_loss`. Rows without a text are left out.
-    Returns this process's share of the global batch's loss."""
+    Returns this process's share of the global batch's loss. Source: Zhai et al. 2023 (SigLIP),
+    Algorithm 1, the loss of a pair."""
     with torch.autocast(images.device.type, enabled=False):
         images = precise(images)
         texts, present = _masked(texts, mask)
@@ -362,7 +363,8 @@ def softmax_bias(
 ) -> Tensor:
     """−mean over i of log Σ_j e^(s I_i·T_j), j not i: with this b, σ is what softmax is on average.
 
-    Items that are contrasted with no other are left out; 0 where all are. A scalar without
+    With it, `sigmoid_loss` trains a model that has no logit bias of its own, such as CLIP; it is
+    ours. Items that are contrasted with no other are left out; 0 where all are. A scalar without
     gradient, the same on all processes."""
     with torch.autocast(images.device.type, enabled=False):
         logits = scale * precise(images) @ gather_features(precise(captions)).T
@@ -475,7 +477,8 @@ def lead_of(
 ) -> Tensor:
     """How far captions are above their k-th hard negative, on average over the global batch: [K].
 
-    Arguments as of `rank_loss`. In logits, without gradient; 0 where no caption has a k-th."""
+    [1] where negatives are [B, D]. Arguments as of `rank_loss`. In logits, without gradient; 0
+    where no caption has a k-th."""
     with torch.autocast(images.device.type, enabled=False):
         negatives, mask = _masked(negatives, mask)
         leads = _leads(precise(images), precise(captions), negatives, scale)

@@ -129,8 +129,9 @@ def order_outcomes(s_c, s_n, s_p) -> dict[str, np.ndarray]:
 def triplet_orders(s_c, s_n, s_p) -> dict[str, float]:
     """How often each of `order_outcomes` occurs, in percent, and the mean of `gap_cp`.
 
-    The table of `evaluate` has the same figures, with their intervals, of the released REPLACE and
-    SWAP (the convention `hp-run-eval`)."""
+    Arguments and errors as of `triplet_outcomes`; all are NaN without items. The table of
+    `evaluate` has the same figures, with their intervals, of the released REPLACE and SWAP (the
+    convention `hp-run-eval`)."""
     found = {}
     for name, outcome in order_outcomes(s_c, s_n, s_p).items():
         scale = 100 if outcome.dtype == bool else 1
@@ -146,7 +147,8 @@ def text_only_outcomes(
     """Outcome of each triplet's texts, without the image: bool [N].
 
     `text_only_acc`: t_cp > t_cn. `text_only_acc_both`: also t_cp > t_pn, the text-only task of
-    SugarCrepe++ (Dumpala et al., NeurIPS 2024). Chance: 50 and 33.3 percent."""
+    SugarCrepe++ (Dumpala et al., NeurIPS 2024). Chance: 50 and 33.3 percent. Raises CompvlError as
+    `triplet_outcomes` does."""
     positive, negative, other = _scores(t_cp=t_cp, t_cn=t_cn, t_pn=t_pn)
     nearer = positive > negative
     return dict(text_only_acc=nearer, text_only_acc_both=nearer & (positive > other))
@@ -155,7 +157,8 @@ def text_only_outcomes(
 def pair_outcomes(s_c, s_f) -> dict[str, np.ndarray]:
     """Outcome of each pair: bool [N] `accuracy` (s_c > s_f, strictly) and `ties`.
 
-    `s_c`, `s_f`: [N] scores of the caption and of its foil.
+    `s_c`, `s_f`: [N] scores of the caption and of its foil. Raises CompvlError as
+    `triplet_outcomes` does.
     """
     caption, foil = _scores(s_c=s_c, s_f=s_f)
     return dict(accuracy=caption > foil, ties=caption == foil)
@@ -170,7 +173,7 @@ def square_outcomes(
     """Outcome of each square (Thrush et al., CVPR 2022, section 3).
 
     bool [N] `text`, `image`, `group`, and `ties` (a comparison ties exactly). Chance: 25, 25 and
-    16.7 percent.
+    16.7 percent. Raises CompvlError as `triplet_outcomes` does.
     """
     s_00, s_01, s_10, s_11 = _scores(s_00=s_00, s_01=s_01, s_10=s_10, s_11=s_11)
     text = (s_00 > s_01) & (s_11 > s_10)
@@ -189,6 +192,7 @@ def square_sides(
 
     bool [N] `image_0_to_text`, `image_1_to_text`: the image scores its caption higher;
     `text_0_to_image`, `text_1_to_image`: the caption scores its image higher. Chance: 50 percent.
+    Raises CompvlError as `triplet_outcomes` does.
     """
     s_00, s_01, s_10, s_11 = _scores(s_00=s_00, s_01=s_01, s_10=s_10, s_11=s_11)
     return dict(
@@ -273,7 +277,8 @@ def retrieval_ranks(
 
     int64 [I] over images (the best of each image's captions) and int64 [T] over texts. A wrong
     answer that ties with the right one counts as better. Raises CompvlError for an image without a
-    text, for an owner out of range, and for a feature that is not a number.
+    text, for another number of owners than of texts, for an owner out of range, and for a feature
+    that is infinite or not a number.
     """
     images = torch.as_tensor(images)
     texts = torch.as_tensor(texts)
@@ -304,8 +309,8 @@ def retrieval_ranks_of_scores(scores, owner) -> tuple[np.ndarray, np.ndarray]:
 def classification_ranks(scores, labels) -> np.ndarray:
     """Rank, from 0, of the right class: int64 [N].
 
-    `scores`: [N, classes]; `labels`: int [N]. A tie with another class counts against the label.
-    Raises CompvlError for a score that is not a number.
+    `scores`: [N, classes]; `labels`: int [N], in 0 … classes − 1, which is not checked. A tie with
+    another class counts against the label. Raises CompvlError for a score that is not a number.
     """
     scores = torch.as_tensor(scores)
     labels = torch.as_tensor(labels).long().to(scores.device)
@@ -363,10 +368,11 @@ def figures(
 ) -> pd.DataFrame:
     """Rows `group, metric, value, lo, hi, n` of outcomes by item.
 
-    An outcome that is a list of Series, one per class, is averaged over classes with equal weight.
-    Each group but `''` has its row; `all` is over all items (micro average), and `macro` over
-    groups, where there are two or more. Those of `JOINT_METRICS` have the row `all` alone. Raises
-    CompvlError for a group of one of these two names.
+    Outcomes of bool are in percent, floats as they are; `ties` is a count, with NaN as `lo` and
+    `hi`. An outcome that is a list of Series, one per class, is averaged over classes with equal
+    weight. Each group but `''` has its row; `all` is over all items (micro average), and `macro`
+    over groups, where there are two or more. Those of `JOINT_METRICS` have the row `all` alone.
+    Raises CompvlError for a group of one of these two names, and for NaN in a mean.
     """
     all_names = [name for name in pd.unique(groups) if name != ""]
     taken = {"all", "macro"} & set(all_names)

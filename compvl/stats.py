@@ -206,7 +206,8 @@ def paired_bootstrap(
 ) -> PairedInterval:
     """Difference `b` − `a` of two models' means on the same items, resampling items.
 
-    Raises CompvlError where the numbers of items differ.
+    Raises CompvlError where the numbers of items differ, for a value that is not a number, and for
+    an empty group.
     """
     a = _groups(a)
     b = _groups(b)
@@ -239,6 +240,9 @@ class Correlation:
 
     @property
     def value(self) -> float:
+        """From −100 to 100, and 0 where a series does not vary.
+
+        Raises CompvlError for an unknown kind."""
         return float(self._of(np.arange(len(self))[None])[0])
 
     def _of(self, picks: np.ndarray) -> np.ndarray:
@@ -319,7 +323,9 @@ def resampled_seeds(
     boot: np.ndarray,  # its resampled values over items, [n_boot, seeds]
     seed: int = 0,
 ) -> tuple[float, np.ndarray]:
-    """The mean over seeds, and its resampled values over items and seeds, float64 [n_boot]."""
+    """The mean over seeds, and its resampled values over items and seeds, float64 [n_boot].
+
+    These are spread as Student's t with Satterthwaite's (1946) degrees of freedom."""
     of_seeds = np.asarray(of_seeds, dtype=float)
     n_boot, n_seeds = boot.shape
     value = float(of_seeds.mean())
@@ -335,8 +341,9 @@ def seed_bootstrap(
 ) -> tuple[float, np.ndarray]:
     """Weighted sum of the parts' means, and its resampled values, float64 [n_boot].
 
-    Items are resampled within a part, seeds are weighted alike in all parts. Raises CompvlError
-    where parts have different numbers of seeds, and for a value that is not a number.
+    Items are resampled within a part, seeds are weighted alike in all parts; the values are spread
+    as Student's t with Satterthwaite's (1946) degrees of freedom. Raises CompvlError where parts
+    have different numbers of seeds, and for a value that is not a number.
     """
     parts = [np.atleast_2d(np.asarray(part, dtype=np.float64)) for part in parts]
     _check_values(parts)
@@ -397,7 +404,7 @@ def verdict(
 # %% ../nbs/lib/02_stats.ipynb #e6d79008
 def equality_verdict(lo: float, hi: float, within: float) -> str:
     """*reproduced* where the interval of a difference lies in ±`within`, *opposite* where it lies
-    outside, *too wide to say* otherwise."""
+    outside, *too wide to say* otherwise, as with two ends that are NaN."""
     if -within <= lo and hi <= within:
         return REPRODUCED
     return OPPOSITE if lo > within or hi < -within else TOO_WIDE

@@ -125,7 +125,8 @@ def relevance(
 
     `weights`, `grads`: [B, H, n, n] by layer from the first. Ē is the 'mean' over heads of the
     positive part of gradient times weight, as in Chefer et al. 2021, equations 5 and 6, and in the
-    text of Li et al. 2024 (CAE), or their 'sum', as in CAE's Equation 7."""
+    text of Li et al. 2024 (CAE), or their 'sum', as in CAE's Equation 7. Raises CompvlError for
+    other `heads`."""
     over_heads = HEADS[pick(heads, HEADS, "heads")]
     result = row.to(weights[0].dtype)
     for weight, grad in zip(reversed(weights), reversed(grads), strict=True):
@@ -135,7 +136,7 @@ def relevance(
 
 # %% ../../nbs/lib/attribution/01_attention.ipynb #3f6cda5f
 def unit(x: Tensor) -> Tensor:
-    """Unit vectors along the last dimension, float32 or float64."""
+    """Unit vectors along the last dimension, float32 or float64: [..., D] -> [..., D]."""
     return F.normalize(precise(x), dim=-1)
 
 # %% ../../nbs/lib/attribution/01_attention.ipynb #0c9ce7f9
@@ -163,7 +164,8 @@ SCORES = ("logit", "cosine")
 def score_scale(clip: nn.Module, score: str = "logit") -> Tensor | float:
     """What the cosine is multiplied by in a score, one of `SCORES`: without gradient, at most 100.
 
-    Raises CompvlError for the logit of a model that has no logit scale."""
+    A scalar, 1.0 for the cosine. Raises CompvlError for an unknown score, and for the logit of a
+    model that has no logit scale."""
     if pick(score, SCORES, "score") == "cosine":
         return 1.0
     logit_scale = getattr(clip, "logit_scale", None)

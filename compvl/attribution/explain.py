@@ -89,7 +89,7 @@ class Attribution:
 
         Columns: token (its text), start, end, kind ('object', 'attribute', 'relation' or ''),
         score. Words and concepts have the mean of their tokens, NaN where the context cuts them
-        off."""
+        off. Raises CompvlError for an unknown level."""
         rows = []
         if pick(level, _LEVELS, "level") == "token":
             for (start, end), score in zip(self.spans, self.scores, strict=True):
@@ -205,7 +205,9 @@ def attribute(
     The logit is what Li et al. explain. Chefer et al.'s notebook for CLIP has `start_layer=-1`.
 
     `.table()` and `.figure()` of the result show it. The model is left as found. Raises CompvlError
-    for a model or tokenizer that is not supported, and for an image that cannot be read."""
+    for a model or tokenizer that is not supported, for an image that cannot be read, for an unknown
+    method or score, for the logit of a model without logit scale, and for a layer that is not
+    there."""
     # Longer than 40 lines: the signature and what it returns.
     pick(method, ATTRIBUTIONS, "method")
     parsed = parse(caption)

@@ -132,8 +132,9 @@ def image_attribution(
 
     Returns float [h, w], at least 0: patches (ViT), or cells of the last feature map (ResNet).
     The model is left as found. Raises CompvlError for other image towers, for an image that cannot
-    be read, and for a layer that is not there. Chefer et al.'s notebook for CLIP takes the last
-    layer alone. Source: Chefer et al. 2021; Selvaraju et al. 2017."""
+    be read, for an unknown score, for the logit of a model without logit scale, and for a layer
+    that is not there. Chefer et al.'s notebook for CLIP takes the last layer alone. Source: Chefer
+    et al. 2021; Selvaraju et al. 2017."""
     _, pixels = open_picture(model, image)
     tokens = model.tokenizer([caption]).to(model.device)
     return image_map(model.clip, pixels, tokens, score, start_layer)

@@ -138,9 +138,10 @@ def text_attribution(
     layers (`start_layer` 0); Chefer et al.'s notebook for CLIP takes the last alone (-1). The
     text of Li et al. averages GradCAM over heads; their Equation 7 has a sum ('sum').
 
-    Raises CompvlError for a text tower that is not open_clip's causal transformer, for shapes that
-    do not go together, for the logit of a model without logit scale, and for a layer that is not
-    there. Source: Li et al. 2024 (CAE); Chefer et al. 2021, equations 5 and 6."""
+    Raises CompvlError for 'perturbation', for an unknown name where it counts, for a text tower
+    that is not open_clip's causal transformer, for shapes that do not go together, for the logit of
+    a model without logit scale, and for a layer that is not there. Source: Li et al. 2024 (CAE),
+    Equations 7 and 8 (GradCAM) and 10 (gradient); Chefer et al. 2021, equations 5 and 6."""
     # Longer than 40 lines: the signature; the steps share one state of the model.
     if pick(method, ATTRIBUTIONS, "method") == "perturbation":
         raise CompvlError(

@@ -16,7 +16,7 @@ __all__ = ['keyed_entries', 'bad_line', 'tabbed_rows', 'check_columns', 'csv_row
 
 # %% ../../nbs/lib/benchmarks/04_columns.ipynb #8972f273
 def keyed_entries(path) -> dict:
-    """The items of a JSON object, by key."""
+    """The items of a JSON object, by key. Raises `CompvlError` for another JSON value."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise CompvlError(

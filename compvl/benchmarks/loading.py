@@ -118,7 +118,7 @@ def list_benchmarks() -> list[str]:
 
 
 def benchmark_info(name: str) -> Entry:
-    """The entry of a benchmark in the registry."""
+    """The entry of a benchmark in the registry. Raises `CompvlError` for an unknown name."""
     return REGISTRY[pick(name, REGISTRY, "benchmark")]
 
 
@@ -134,7 +134,9 @@ def expand(
     names: str | Iterable[str],  # of benchmarks and groups (`replace`, `compositional`, …; `all`)
     micro: bool | None = None,  # of a group, keep what the microworld or the files have; None: all
 ) -> list[str]:
-    """Benchmark names with the groups among them replaced by their members; each name once."""
+    """Benchmark names with the groups among them replaced by their members; each name once.
+
+    Raises `CompvlError` for an unknown name."""
     found = []
     for name in [names] if isinstance(names, str) else names:
         if name == "all" or name in GROUPS:

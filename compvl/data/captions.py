@@ -147,7 +147,8 @@ class CaptionedImages:
     `CocoCaptions` and `ShardCaptions`.
 
     A hard negative that equals its caption is dropped; `describe()` counts these. Where images are
-    not kept decoded, the next item stands in for one that is damaged."""
+    not kept decoded, the next item stands in for one that is damaged.
+    Raises `CompvlError` where no caption has a usable image."""
 
     def __init__(self, source, table: CaptionTable, about: dict, options: ImageOptions):
         """`source`: `ImageFolder` or `Shards`; `about`: what `describe` says of the files."""

@@ -84,7 +84,7 @@ def decoding_threads(workers: int | None) -> int:
 def load_resident(images: torch.Tensor, place: str, progress: bool) -> torch.Tensor:
     """A copy of images in 'memory' or on 'cuda', made piece by piece.
 
-    Raises `CompvlError` where it does not fit."""
+    Raises `CompvlError` where it does not fit, and for 'cuda' without a CUDA device."""
     cuda = place == "cuda"
     if cuda and not torch.cuda.is_available():
         raise CompvlError("resident='cuda' needs a CUDA device: use 'memory', or leave it out")

@@ -67,7 +67,8 @@ def blind_scores_of(
 ) -> list[float]:
     """The score of each text of an item: its log-probability, or the mean of its words'.
 
-    A text without a word, or without one that differs, has the score 0."""
+    Scores are in nats, at most 0; a text without a word, or without one that differs, has 0. Raises
+    CompvlError for an unknown `per`."""
     pick(per, PER, "score")
     words = [word_counts([text]) for text in texts]
     if per == "differing word":

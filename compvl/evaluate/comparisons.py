@@ -177,7 +177,7 @@ def compare(
     """Differences `b` − `a` of two models' figures by the paired bootstrap over items.
 
     Rows `group, metric, a, b, diff, lo, hi, p, n`, in percent except for mean scores.
-    Raises CompvlError where the tables hold different items."""
+    Raises CompvlError where the tables hold different items, or are of different tasks."""
     return _differences(_aligned(a, b), n_boot, seed)
 
 # %% ../../nbs/lib/evaluate/11_comparisons.ipynb #4113143c
@@ -206,7 +206,7 @@ def compare_models(
 
     Rows `benchmark, group, metric, model, reference, a, b, diff, lo, hi, p, n`, with `a` the
     reference's figure and `b` the model's. `evaluate(…, return_scores=True)` gives the scores.
-    Raises CompvlError where a benchmark's items differ."""
+    Raises CompvlError where a benchmark's items or tasks differ, and for an unknown reference."""
     reference = pick(reference, scores, "model") if reference else next(iter(scores))
     tables = []
     for name, theirs in scores.items():

@@ -110,7 +110,7 @@ class FeatureScores:
     def pairs(self, images: Sequence, *captions: Sequence[str], desc: str = "") -> list[np.ndarray]:
         """Cosines of N images with their captions, float32 [N], for each list of N captions.
 
-        Raises CompvlError for a list of another length."""
+        Raises CompvlError for a list of another length, and for an image that cannot be read."""
         check_lengths(images, *captions)
         image_features = self.images(images, f"{desc}images")
         text_features = self.texts(list(chain(*captions)), f"{desc}captions")
@@ -128,7 +128,7 @@ class FeatureScores:
     def class_scores(
         self, images: Sequence, prompts: Sequence[Sequence[str]], desc: str = ""
     ) -> Tensor:
-        """Scores [N, classes] of N images.
+        """Cosines of N images with classes, float32 [N, classes] on the CPU.
 
         A class is the mean of its prompts' unit vectors, normalised (Radford et al., 2021). Raises
         CompvlError where one has more prompts than another."""
@@ -179,7 +179,9 @@ class Embedder(FeatureScores):
         self.cut = set()
 
     def texts(self, captions: Sequence[str], desc: str = "captions") -> Tensor:
-        """Unit features of captions, float32 [len(captions), D] on the CPU."""
+        """Unit features of captions, float32 [len(captions), D] on the CPU.
+
+        Raises CompvlError for a batch that does not fit into the GPU's memory."""
         keys = {caption: content_key(caption) for caption in dict.fromkeys(captions)}
         self.cut.update(compress(keys, self.model.truncated(list(keys))))
         wanted = self.text_store.missing(keys.values())
@@ -193,7 +195,8 @@ class Embedder(FeatureScores):
     def images(self, images: Sequence, desc: str = "images") -> Tensor:
         """Unit features of images, float32 [len(images), D] on the CPU.
 
-        Raises CompvlError, after all others are encoded and saved, where one cannot be read."""
+        Raises CompvlError, after all others are encoded and saved, where one cannot be read, and
+        at once for a batch that does not fit into the GPU's memory."""
         if errors := self.add_images(images, desc):
             raise next(iter(errors.values()))
         return self.image_store.rows([self.image_keys[image] for image in images])

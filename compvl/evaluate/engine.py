@@ -224,9 +224,11 @@ def evaluate(  # noqa: PLR0913  one call has all options of an evaluation
     its texts. Under `accelerate launch`, once `torch.distributed` is initialised, the
     processes share the encoding, and each returns the whole table, equal to that of one process.
 
-    Raises CompvlError for an unreadable image, an item that lacks a caption, an unknown task or
-    benchmark, and a task that needs images where the model encodes texts alone. All that was
-    encoded until then is in the cache, and finished benchmarks are kept."""
+    Raises CompvlError for an unreadable image, an item that lacks a caption, items that share an
+    id, an unknown task or benchmark, a benchmark that is given twice or has no items, a task that
+    needs images where the model encodes texts alone, and a batch of images or texts that does not
+    fit into the GPU's memory. All that was encoded until then is in the cache, and finished
+    benchmarks are kept."""
     benchmarks = _loaded(benchmarks)
     kept = keep
     if keep and not isinstance(keep, Kept):

@@ -65,7 +65,8 @@ def worst(
 ) -> list[tuple]:
     """The items on which the model is wrong by the widest margin, worst first.
 
-    Each with its row of `item_table`: (item, row). Fewer than `n` where it is wrong on fewer."""
+    Each with its row of `item_table`: (item, row). Fewer than `n` where it is wrong on fewer.
+    Raises CompvlError for an unknown group."""
     items = {item.id: item for item in benchmark.items}
     table = item_table(benchmark, scores)
     if group is not None:

@@ -167,7 +167,9 @@ class ImageLoader:
         return batch
 
     def draw(self, keys: list[bytes], scenes: list[Scene]) -> Tensor:
-        """Scenes as the model's input, drawn at its size; at 224 pixels where that is unknown."""
+        """Scenes as the model's input, drawn at its size; at 224 pixels where that is unknown.
+
+        float32 [B, 3, H, W] on its device."""
         if self.model.can_normalize:
             return self.model.normalize(rendered_scenes(keys, scenes, self.model.image_size))
         size = self.model.image_size or 224

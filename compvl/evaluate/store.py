@@ -77,7 +77,9 @@ class EmbeddingShards:
         return keys, blocks
 
     def append(self, keys: Sequence[bytes], features: Tensor) -> None:
-        """Write a new shard, atomically."""
+        """Write a new shard, atomically.
+
+        `keys`: n of 16 bytes; `features`: float32 [n, D]."""
         flat = np.frombuffer(b"".join(keys), dtype=np.uint8)
         key_rows = torch.from_numpy(flat.reshape(len(keys), -1).copy())
         digest = _checksum(key_rows, features)
@@ -124,7 +126,9 @@ class FeatureStore:
         return set().union(*together([mine]))
 
     def rows(self, keys: Iterable[bytes]) -> Tensor:
-        """Features of the keys, float32 [n, D]."""
+        """Features of the keys, float32 [n, D].
+
+        All must be there: otherwise it raises KeyError, or IndexError in an empty store."""
         if len(self.blocks) > 1:
             self.blocks = [torch.cat(self.blocks)]
         return self.blocks[0][[self.row_of[key] for key in keys]]

@@ -39,7 +39,10 @@ class Task:
         return False
 
     def score(self, benchmark, scorer) -> pd.DataFrame:
-        """Scores of a benchmark's items, one row an item or query: `id`, `group` and `columns`."""
+        """Scores of a benchmark's items, one row an item or query: `id`, `group` and `columns`.
+
+        Raises CompvlError for an item that lacks a text or, but for retrieval, an image that the
+        task needs."""
         raise NotImplementedError
 
     def outcomes(self, table: pd.DataFrame) -> dict:

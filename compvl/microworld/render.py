@@ -148,12 +148,14 @@ class Windows:
         self.pixels_in_radius = self.r / canvas.pixel
 
     def having(self, family: str, name: str) -> torch.Tensor:
-        """Indices of the objects that have this value."""
+        """Indices of the objects that have this value: int64 [m]."""
         code = lexicon().values[family].index(name) + 1
         return torch.nonzero(self.codes[family] == code).flatten()
 
     def soft(self, chosen: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-        """Opacity from a level in radii: a soft edge three pixels wide where it crosses zero."""
+        """Opacity from a level in radii: a soft edge three pixels wide where it crosses zero.
+
+        `chosen`: int64 [m], the objects; `level`: [m, h, w]. Returns float [m, h, w] in 0..1."""
         return (level * self.pixels_in_radius[chosen] / 3 + 0.5).clamp(0, 1)
 
 # %% ../../nbs/lib/microworld/05_render.ipynb #66d781b3

@@ -18,7 +18,7 @@ RADII = (0.19, 0.125, 0.25)  # by size: none (middle), small, large; as a share 
 
 
 def zipf_shares(n: int, exponent: float) -> np.ndarray:
-    """Shares of n ranks by Zipf's law: proportional to rank ** -exponent, with sum 1."""
+    """Shares of n ranks by Zipf's law, float64 [n]: proportional to rank ** -exponent, sum 1."""
     weights = 1 / np.arange(1, n + 1) ** exponent
     return weights / weights.sum()
 
@@ -31,7 +31,7 @@ def value_shares(family: str) -> np.ndarray:
 def draw_values(
     family: str, shape: tuple[int, ...], rng: np.random.Generator, n_values: int | None = None
 ) -> np.ndarray:
-    """Values of `family` for objects.
+    """Values of `family` for objects: int64 [*shape].
 
     Nouns and colours are indices; other families are 0 for none, else 1 + index.
 

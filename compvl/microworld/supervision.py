@@ -36,7 +36,9 @@ _ORACLE_KINDS = {
 
 
 class OracleSupervision:
-    """Perturbations that are false or true of the scene by construction."""
+    """Perturbations that are false or true of the scene by construction.
+
+    Raises `CompvlError` for an unknown kind."""
 
     def __init__(
         self,
@@ -109,7 +111,9 @@ _METHODS = list(dict.fromkeys([*NEGATIVES, *POSITIVES, "paraphrase"]))
 
 
 class TextSupervision:
-    """Perturbations by the pipelines of `compvl.text`, which see the caption alone."""
+    """Perturbations by the pipelines of `compvl.text`, which see the caption alone.
+
+    Raises `CompvlError` for an unknown kind."""
 
     def __init__(
         self,

@@ -324,7 +324,9 @@ PAPER_TITLES = {
 
 
 def counts(ledger: pd.DataFrame, kind: str = "effect") -> pd.DataFrame:
-    """Number of statements of a kind by paper and verdict, and of all."""
+    """Number of statements of a kind by paper and verdict, and of all.
+
+    Raises CompvlError for an unknown kind."""
     rows = ledger[ledger.kind == pick(kind, STATEMENT_KINDS, "kind")]
     papers = [paper for paper in PAPER_TITLES if paper in set(rows.paper)]
     table = pd.crosstab(rows.paper, rows.verdict)

@@ -36,8 +36,8 @@ def modality_gap(images: Tensor, texts: Tensor, n_boot: int = 1000) -> dict[str,
 
     `gap`: distance of the means, 0 to 2. `relative`: the gap divided by the mean distance of a
     pair. `separable`: percent of the second half's features on their own side of a hyperplane
-    fitted to the first half; chance 50. Raises CompvlError for fewer than 8 pairs. Source: Liang et
-    al., Mind the Gap, NeurIPS 2022, Sections 2 and 4 (gap).
+    fitted to the first half; chance 50. Raises CompvlError for fewer than 8 pairs, and for unequal
+    numbers. Source: Liang et al., Mind the Gap, NeurIPS 2022, Sections 2 and 4 (gap).
     """
     n = len(images)
     if n != len(texts) or n < 8:

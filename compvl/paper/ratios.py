@@ -29,7 +29,7 @@ def attribution_ratio(
 
     Both are of `CONCEPT_KINDS`. The quotient, in [0, ∞]; for perturbation (of − over) /
     √(of² + over²), in [−√2, √2]. NaN where the caption lacks either, or both have no attribution
-    at all.
+    at all. Raises CompvlError for an unknown kind.
     """
     for kind in (over, of):
         pick(kind, CONCEPT_KINDS, "kind")

@@ -236,7 +236,9 @@ class AlignedLines:
         return self.written + len(self.results)
 
     def take(self, row: tuple) -> bool:
-        """Take the next row; True if an answer is wanted for it."""
+        """Take the next row; True if an answer is wanted for it.
+
+        Raises `CompvlError` where the file was begun with other captions."""
         i = self.taken
         self._hash.update(_dumps(row[:2]).encode() + b"\n")
         seen = self._hash.hexdigest()[:32]

@@ -69,7 +69,8 @@ class Unmasker:
         """For each caption, up to `top_k` whole words for its characters `spans[i]`.
 
         The likeliest come first; the word there is left out, case aside. The list is empty if the
-        model cannot read that far. SVLC draws from the first 5."""
+        model cannot read that far. SVLC draws from the first 5. Raises `CompvlError` where there
+        are not as many captions as spans."""
         if len(captions) != len(spans):
             raise CompvlError(
                 f"{len(captions)} captions and {len(spans)} spans: give one span a caption."

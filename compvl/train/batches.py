@@ -125,7 +125,8 @@ class Collate:
     (int64, below B K).
     With attribution: `objects`, `composition` (bool [B, L]), with balanced means `relations` (bool
     [B, L]), and by perturbation `owner`, `where` (see `tokenize_replacements`). With
-    `mask_same_image`: `groups` (int64 [B]). With counterparts: `present` (bool [B])."""
+    `mask_same_image`: `groups` (int64 [B]). With counterparts: `present` (bool [B]).
+    Calling it raises `CompvlError` where the data lack counterparts or bags that a term needs."""
 
     def __init__(self, model, config: TrainConfig, words: Sequence[str] | None = None):
         self.config = config

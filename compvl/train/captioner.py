@@ -31,8 +31,8 @@ def captioning_losses(
     """Cross-entropy of a word of a batch of captions, in nats, scalars by name.
 
     `loss` is the mean over all words, ends of text included; `captioned` is that over captions
-    with their image, `blank` that over the others. Which these are is drawn by torch's own
-    generator."""
+    with their image, `blank` that over the others, each NaN where there are none. Which these are
+    is drawn by torch's own generator."""
     blank = torch.zeros(len(images), dtype=torch.bool, device=images.device)
     blank[torch.randperm(len(images))[: round(blank_share * len(images))]] = True
     patches = net.look(images)

@@ -69,7 +69,9 @@ def checkpoint_file(folder: Path) -> Path:
 
 
 def save_checkpoint(folder: Path, state: dict):
-    """Write a checkpoint; after a crash of the machine, the old or the new one is on the disk."""
+    """Write a checkpoint; after a crash of the machine, the old or the new one is on the disk.
+
+    Raises `CompvlError` where it cannot be written."""
     with writing_to(folder), atomic_write(checkpoint_file(folder)) as new, open(new, "wb") as file:
         torch.save(state, file)
         file.flush()

@@ -31,7 +31,7 @@ def register_method(
 ):
     """Register a method: terms of `TERMS` and their weights, beside the contrastive loss.
 
-    Raises `CompvlError` for an unknown term."""
+    Raises `CompvlError` for an unknown term, and for a weight of itc."""
     fields = {"negatives_in_batch": negatives_in_batch, "weights": {}}
     presets = {term: weight_field for term, weight_field in term_fields().items() if term != "itc"}
     fields.update(dict.fromkeys(presets.values(), 0.0))

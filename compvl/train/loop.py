@@ -190,7 +190,9 @@ class Trainer:
                 self.validated.add(done, rows)
 
     def take_step(self, step: int, micro_batches: list[dict]) -> torch.Tensor:
-        """Train one step; returns loss and logged values, means over micro-batches."""
+        """Train one step; returns float [len(self.columns)], means over micro-batches.
+
+        The loss comes first, then what is logged."""
         config = self.config
         rank = self.accelerator.process_index
         seed = np.random.SeedSequence([config.seed, step, rank]).generate_state(1)[0]

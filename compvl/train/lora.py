@@ -16,7 +16,9 @@ from torch.nn.utils import parametrize
 class LowRankUpdate(nn.Module):
     """The parametrization W -> W + alpha / rank · B A of a weight, in the weight's precision.
 
-    A: uniform in ±1/√(inputs), as for a linear layer; B: zero."""
+    W: [out, in], where h = w = 1, or [out, in, h, w] of a convolution.
+    A: [rank · w, in · w], uniform in ±1/√(in · w), as for a linear layer; B: [out · h, rank · w],
+    zero. Source: Hu et al. 2021."""
 
     def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator):
         super().__init__()

@@ -19,9 +19,9 @@ from ..models.matcher import Matcher
 def in_batch_negatives(logits: Tensor, even: float = 0.0) -> tuple[Tensor, Tensor]:
     """A wrong image for each caption and a wrong caption for each image of a batch.
 
-    `logits`: float [B, B], s I Tᵀ, images by captions. Returns int64 [B] (image for caption i) and
-    int64 [B] (caption for image i), drawn by torch's own generator from the softmax of the
-    similarities without the diagonal, and with probability `even` from all others alike.
+    `logits`: float [B, B], s I Tᵀ, images by captions; B at least 2. Returns int64 [B] (image for
+    caption i) and int64 [B] (caption for image i), drawn by torch's own generator from the softmax
+    of the similarities without the diagonal, and with probability `even` from all others alike.
     Source: Li et al. 2021 (ALBEF), Section 3.2; `even` is ours."""
     own = torch.eye(len(logits), dtype=torch.bool, device=logits.device)
     # NaN would stop the draws; without it the loss is NaN, and the training reports that.

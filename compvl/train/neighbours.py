@@ -82,7 +82,8 @@ def nearest_alternatives(model: Model, data, k: int) -> Alternatives:
     """The k nearest images of each image of training data, by the features of a model.
 
     `data`: as from `load_train_data`; its `rows`, where it has them, name the image of each item.
-    Raises `CompvlError` where there are no k other images."""
+    Raises `CompvlError` where there are no k other images. Source: Yuksekgonul et al. 2023
+    (NegCLIP); `src/training/data.py` of vinid/neg_clip."""
     rows = getattr(data, "rows", None)
     names = np.arange(len(data)) if rows is None else rows
     _, firsts, image_of = np.unique(names, return_index=True, return_inverse=True)

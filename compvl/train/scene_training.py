@@ -36,7 +36,7 @@ class SceneTraining:
         self.optimizer = adamw(net.named_parameters(), cfg, device)
 
     def losses(self, images: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """The losses of a batch; "loss" is their sum.
+        """The losses of a batch; "loss" is the one that is minimised.
 
         `images`: uint8 [B, 3, H, W]; `tokens`: int64 [B, L]."""
         raise NotImplementedError

@@ -72,7 +72,9 @@ def open_parts(
     data=None,  # used instead of what the config names
     model: Model | None = None,  # a copy of it is used instead of what the config names
 ) -> tuple[Model, object, Diffusion | None]:
-    """Model, data and diffusion model (or None) of a config; random numbers start at its seed."""
+    """Model, data and diffusion model (or None) of a config; random numbers start at its seed.
+
+    Errors as of `create_model`, `load_train_data` and `load_diffusion`."""
     seed_everything(config.seed)
     if model is None:
         model = create_model(config.model, config.pretrained, device)
@@ -96,7 +98,7 @@ def set_up_clip(model: Model, config: TrainConfig, words: Sequence[str] | None =
 
     `words`: all words of the training data, where they are known; the embeddings of other words
     are not trained. Raises `CompvlError` for chunks with batch normalisation, which sees the whole
-    batch."""
+    batch, and for L_SDS with an image tower without LayerNorm."""
     clip = model.clip
     if config.chunk_size and any(isinstance(m, _BatchNorm) for m in clip.modules()):
         raise CompvlError(

@@ -141,7 +141,7 @@ def unpack_batch(
     scale: Tensor,  # exp of the logit scale
     bias: Tensor | None,  # the logit bias
     token_attributions: Tensor | None,  # float [B, L]; None: not computed
-    distillation: Tensor | None,  # L_SDS
+    distillation: Tensor | None,  # L_SDS, a scalar; None without a teacher
     batch: dict,  # the collated micro-batch
 ) -> Features:
     """The features of a micro-batch, each at the row of its item."""
@@ -198,7 +198,7 @@ def feature_loss(
     scale: Tensor,  # exp of the logit scale
     bias: Tensor | None,  # the logit bias
     token_attributions: Tensor | None,  # float [B, L]; None: L_attr by a text pass is left out
-    distillation: Tensor | None,  # L_SDS
+    distillation: Tensor | None,  # L_SDS, a scalar; None without a teacher
     batch: dict,  # the collated micro-batch, on the device of the features
     config: TrainConfig,  # resolved
 ) -> tuple[Tensor, dict]:
@@ -239,7 +239,7 @@ def batch_loss(
 def chunks_of(batch: dict, size: int) -> list[tuple[slice, Tensor]]:
     """The items of each chunk of up to `size`, and the rows of `tokens` that belong to them.
 
-    Rows: int64, the chunk's captions first."""
+    Rows: int64 [texts of the chunk], on the CPU, the chunk's captions first."""
     n = len(batch["images"])
     owners = [torch.arange(n)]
     owners += [batch[k].cpu() for k in ("hard_negative_rows", "hard_positive_rows") if k in batch]
@@ -299,7 +299,9 @@ class ChunkedBackward:
         return self.towers(images, tokens, attribution, self.config.attribution_score)
 
     def encode_all(self) -> list[Tensor | None]:
-        """First pass: features of all images and texts, scale, and bias, as leaves of a graph."""
+        """First pass: features of all images and texts, scale, and bias, as leaves of a graph.
+
+        Returns images float [B, D], texts float [M, D], the scale, and the bias or None."""
         encoded = []
         with torch.no_grad():
             for chunk in self.chunks:
@@ -360,7 +362,9 @@ class ChunkedBackward:
         )
 
     def text_pass_terms(self, features: Features):
-        """Name, weight and value of each term that needs attributions, for a chunk's captions."""
+        """Name, weight and value of each term that needs attributions, for a chunk's captions.
+
+        Raises `CompvlError` where a term returns no tensor."""
         for term, weight in active_terms(self.config):
             if "attribution" in term.needs:
                 value = term.compute(features, self.config)

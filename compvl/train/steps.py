@@ -103,7 +103,7 @@ def train_steps(
     A finished run is returned at once. The folder contains config.json, environment.json,
     metrics.csv (step, lr, and loss and its parts: means over the `log_every` steps up to it),
     weights.safetensors, DONE, and checkpoint.pt while the run is under way.
-    Raises CompvlError where the loss is not finite."""
+    Raises CompvlError where the loss is not finite, and where checkpoint.pt cannot be read."""
     # Longer than 40 lines: the signature, and the loop that reads from top to bottom.
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = folder / "checkpoint.pt"

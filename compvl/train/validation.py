@@ -33,7 +33,9 @@ def _validation_data(data, config: TrainConfig):
 
 
 class Validation:
-    """What is computed during a run: `Validation(...)(towers)` returns a list of rows."""
+    """What is computed during a run: `Validation(...)(towers)` returns a list of rows.
+
+    Raises `CompvlError` for data without validation items, or with fewer than a batch."""
 
     def __init__(
         self,

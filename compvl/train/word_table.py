@@ -19,6 +19,7 @@ from ..models.towers import text_tower
 class WordTable(nn.Module):
     """The rows of a token embedding that some words need, in place of the embedding.
 
+    `words`: int64 [V], the tokens that are trained.
     `WordTable(...)(tokens)`: int64 [...] -> float [..., W]; in eval mode for all tokens. In
     training, tokens of other words raise an IndexError on a CPU and end the process on CUDA, so
     check texts before (`TokenCache`)."""
