@@ -226,11 +226,17 @@ def paired_bootstrap(
 # %% ../nbs/lib/02_stats.ipynb #50f77a34
 @dataclass(frozen=True)
 class Correlation:
-    """Correlation of two series, times 100."""
+    """Correlation of two series, times 100. Raises `CompvlError` where one has NaN."""
 
     x: pd.Series  # N numbers
     y: pd.Series  # N numbers on the same index
     kind: str = "pearson"  # or 'spearman': of ranks, where ties are averaged
+
+    def __post_init__(self):
+        for series in (self.x, self.y):
+            n = int(np.isnan(np.asarray(series, dtype=np.float64)).sum())
+            if n:
+                raise CompvlError(f"A correlation needs numbers: {n} of {len(series)} are NaN.")
 
     def __len__(self) -> int:
         return len(self.x)
