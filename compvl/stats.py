@@ -233,10 +233,7 @@ class Correlation:
     kind: str = "pearson"  # or 'spearman': of ranks, where ties are averaged
 
     def __post_init__(self):
-        for series in (self.x, self.y):
-            n = int(np.isnan(np.asarray(series, dtype=np.float64)).sum())
-            if n:
-                raise CompvlError(f"A correlation needs numbers: {n} of {len(series)} are NaN.")
+        _check_values([np.asarray(series, dtype=np.float64) for series in (self.x, self.y)])
 
     def __len__(self) -> int:
         return len(self.x)

@@ -50,6 +50,11 @@ PAIRS = [
 ]
 
 
+def seeds_where(row, profile, is_there) -> list[int]:
+    """The row's seeds of whose config `is_there` is true."""
+    return [seed for seed in seeds_of(row, profile) if is_there(run_config(row, profile, seed))]
+
+
 def seeds_there(rows, benchmarks, profile) -> dict[str, list[int]]:
     """{row key: its seeds that need no training, or have their scores on the benchmarks}.
 
@@ -57,15 +62,15 @@ def seeds_there(rows, benchmarks, profile) -> dict[str, list[int]]:
     pieces = open_pieces()
     items, missing = load(benchmarks, profile)
     assert not missing
+
+    def is_there(config):
+        return config is None or pieces.has_scores(config, items)
+
     found = {}
     for row in rows:
         if row.source == "bound":
             continue
-        seeds = []
-        for seed in seeds_of(row, profile):
-            config = run_config(row, profile, seed)
-            if config is None or pieces.has_scores(config, items):
-                seeds.append(seed)
+        seeds = seeds_where(row, profile, is_there)
         if seeds or row.of:
             found[row.key] = seeds
     return found
@@ -121,10 +126,7 @@ def write_convergence(profile, out: Path):
     for row in ROWS.values():
         if row.source != "trained":
             continue
-        there = []
-        for seed in seeds_of(row, profile):
-            if pieces.metrics(run_config(row, profile, seed)) is not None:
-                there.append(seed)
+        there = seeds_where(row, profile, lambda config: pieces.metrics(config) is not None)
         if there:
             seeds[row.key] = there
     there = [ROWS[key] for key in seeds]

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
-from .columns import ACCURACY, SPLIT, Column
+from .columns import Column
 from .results import Results
 from .rows import ROWS
-from .statements import Contrast, mean_of, minus
+from .statements import Contrast, loss_of
 from ..stats import resampled_difference, seed_bootstrap
 
 # %% ../../nbs/lib/paper/11b_comparisons.ipynb #c2e7e1f7
@@ -84,14 +84,6 @@ def carried(
 _LOSS_ON = {"REPLACE": "replace", "SWAP": "swap", "REPLACE's attributes": "replace-attributes"}
 
 
-def _accuracy(benchmark: str, metric: str) -> Column:
-    """The column of a metric on a benchmark."""
-    for column in (*ACCURACY, *SPLIT):
-        if (column.benchmark, column.metric) == (benchmark, metric):
-            return column
-    raise KeyError(f"no column has the {metric} of {benchmark}")
-
-
 def hard_positive_losses(
     res: Results,  # with REPLACE and SWAP
     groups: Mapping[str, Sequence[str]],  # name -> keys of rows, over which the mean is taken
@@ -107,12 +99,10 @@ def hard_positive_losses(
         if not set(keys) <= set(res.scores):
             continue
         for on, benchmark in _LOSS_ON.items():
-            before = mean_of(keys, [_accuracy(benchmark, "orig_acc")])
-            after = mean_of(keys, [_accuracy(benchmark, "aug_acc")])
-            terms = minus(before, after)
-            published = Contrast("01_brittleness", on, terms, "hard_positives_table1").published()
-            found = res.contrast(terms)
-            line = dict(model=name, on=on, loss=found["diff"], lo=found["lo"], hi=found["hi"])
-            lines.append(line | dict(published=published))
+            terms = loss_of(keys, benchmark)
+            loss = Contrast("01_brittleness", on, terms, paper="hard_positives_table1")
+            found = loss.evaluate(res)
+            line = dict(model=name, on=on, loss=found["difference"], lo=found["lo"])
+            lines.append(line | dict(hi=found["hi"], published=loss.published()))
     columns = ["model", "on", "loss", "lo", "hi", "published"]
     return pd.DataFrame(lines, columns=columns)

@@ -9,7 +9,16 @@ __all__ = ['HP']
 from itertools import product
 
 from .columns import ACCURACY, MEAN_SCORES, ORIGINAL_SCORE, SPLIT, ZERO_SHOT, Column
-from .statements import Contrast, Statement, Terms, differs, mean_of, minus, row_minus
+from compvl.paper.statements import (
+    Contrast,
+    Statement,
+    Terms,
+    differs,
+    loss_of,
+    mean_of,
+    minus,
+    row_minus,
+)
 from .table_rows import HP_TABLE1, HP_TABLE3, HP_TABLE8
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #07a1e0eb
@@ -48,11 +57,6 @@ def _change(b: str, a: str, column: Column, results: str = _TABLE1, **options) -
     return differs(results, b, a, column, test, **options)
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #8244bafd
-def _loss(keys: tuple[str, ...], on: str) -> Terms:
-    """Terms of the mean loss of rows by hard positives."""
-    return minus(mean_of(keys, [_ORIGINAL[on]]), mean_of(keys, [_AUGMENTED[on]]))
-
-
 def _mean_change(column: Column, test: str, keys=_OTHERS, than=("clip",), **options) -> Contrast:
     """The mean of a figure over rows, minus that over other rows."""
     terms = minus(mean_of(keys, [column]), mean_of(than, [column]))
@@ -127,7 +131,7 @@ _SECTION_4 = [
             Contrast(
                 _TABLE1,
                 f"loss by hard positives, mean of seven models − CLIP, {on.upper()}",
-                minus(_loss(_OTHERS, on), _loss(("clip",), on)),
+                minus(loss_of(_OTHERS, on), loss_of(("clip",), on)),
                 paper="hard_positives_table1",
             )
             for on in _ON_BOTH
@@ -479,12 +483,6 @@ def _relations_harder(keys: tuple[str, ...], name: str) -> list[Contrast]:
     return tests
 
 
-def _loss_on_attributes(keys: tuple[str, ...]) -> Terms:
-    """Terms of the mean loss of rows by hard positives on REPLACE's attributes."""
-    original = mean_of(keys, [_ATTRIBUTES["orig_acc"]])
-    return minus(original, mean_of(keys, [_ATTRIBUTES["aug_acc"]]))
-
-
 def _model_change(key: str, column: Column, sign: int) -> Contrast:
     """The difference of another model from CLIP."""
     return _change(key, "clip", column, _TABLE8, sign=sign)
@@ -513,7 +511,10 @@ _APPENDIX_B = [
             Contrast(
                 _TABLE1,
                 "loss on attributes, HP+HN − mean of seven models",
-                minus(_loss_on_attributes(("hp+hn",)), _loss_on_attributes(_OTHERS)),
+                minus(
+                    loss_of(("hp+hn",), "replace-attributes"),
+                    loss_of(_OTHERS, "replace-attributes"),
+                ),
                 stated=6.7 - 24.7,
             ),
         ),
@@ -648,7 +649,7 @@ def _larger_loss(keys: tuple[str, ...], name: str, on: str) -> Contrast:
     return Contrast(
         _TABLE1,
         f"loss by hard positives, {name} − CLIP-COCO, {on.upper()}",
-        minus(_loss(keys, on), _loss(_CONTROL[:1], on)),
+        minus(loss_of(keys, on), loss_of(_CONTROL[:1], on)),
         paper="hard_positives_table1",
         stand_in=_CONTROL,
     )
@@ -853,7 +854,7 @@ _MORE = [
             Contrast(
                 _TABLE1,
                 f"loss by hard positives, DAC-LLM − {_LABELS[key]}, REPLACE",
-                minus(_loss(("dac-llm",), "replace"), _loss((key,), "replace")),
+                minus(loss_of(("dac-llm",), "replace"), loss_of((key,), "replace")),
                 paper="hard_positives_table1",
             )
             for key in ("clip", *_OTHERS)
