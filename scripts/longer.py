@@ -7,9 +7,9 @@ Where pieces of micro-full have been made (`scripts/pieces.py`), this script eva
 items of micro-full, each row with the seeds that are there, and writes to data/results/micro-full:
 
 - longer.csv, accuracy, brittleness and mean scores of each row of Table 1 that is there,
-  longer_pairs.csv, paired differences of rows, longer_synonyms.csv and longer_synonym_gains.csv,
-  figures by whether finetuning showed the synonym of the hard positive, and longer_curves.csv, what
-  was measured on held-out scenes during training;
+  longer_pairs.csv, paired differences of rows, longer_losses.csv, what hard positives cost,
+  longer_synonyms.csv and longer_synonym_gains.csv, figures by whether finetuning showed the synonym
+  of the hard positive, and longer_curves.csv, what was measured on held-out scenes during training;
 - longer_convergence.csv, how well all runs that are there keep the two rules of
   `compvl.paper.convergence`;
 - <results>_contrasts.csv, the figures that the ledger's statements are tested by, as far as their
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from compvl.core import atomic_write, data_dir
 from compvl.paper.columns import ACCURACY, MEAN_SCORES
-from compvl.paper.comparisons import comparisons
+from compvl.paper.comparisons import LOSS_GROUPS, comparisons, hard_positive_losses
 from compvl.paper.convergence import convergence
 from compvl.paper.evaluation import learning_curves, results
 from compvl.paper.loading import TRIPLET_BENCHMARKS, load
@@ -117,6 +117,7 @@ def write_table1(profile, out: Path):
     write(summary[columns], "longer.csv")
     pairs = [pair for pair in PAIRS if set(pair) <= set(seeds)]
     write(comparisons(found, pairs, ACCURACY), "longer_pairs.csv")
+    write(hard_positive_losses(found, LOSS_GROUPS), "longer_losses.csv")
 
 
 def write_convergence(profile, out: Path):

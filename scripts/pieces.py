@@ -90,10 +90,12 @@ def plan(profile):
 
 
 def training_hours(metrics, batch_size: int) -> float:
-    """Hours that a run's steps took, by its metrics: the rate was logged with each step."""
+    """Hours that a run's steps took, by the rates that its metrics have.
+
+    It is the median step that counts, so that a run that was stopped for a while took no longer."""
     steps = metrics.dropna(subset="samples_per_s")
     step_seconds = batch_size / steps.samples_per_s
-    return step_seconds.mean() * metrics.step.max() / 3600
+    return step_seconds.median() * metrics.step.max() / 3600
 
 
 def cost(folder: Path, todo, profile) -> str:

@@ -86,6 +86,8 @@ class Profile:
             f"{self._length()} on {self._pairs()}, {self._seeds()}; {self._items()}; "
             f"{self._intervals()}."
         )
+        if self.model == "micro-clip":
+            sentence += " Tables name that base *CLIP ViT-B/32*, in whose place it stands."
         if self.name == "smoke":
             sentence += (
                 " It is far too little to mean anything, and shows only that everything runs."

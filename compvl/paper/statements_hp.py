@@ -19,7 +19,7 @@ from compvl.paper.statements import (
     minus,
     row_minus,
 )
-from .table_rows import HP_TABLE1, HP_TABLE3, HP_TABLE8
+from .table_rows import HP_TABLE1, HP_TABLE3, HP_TABLE8, OTHER_GROUPS
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #07a1e0eb
 _TABLE1 = "01_brittleness"
@@ -29,7 +29,7 @@ _TABLE8 = "04_other_models"
 _LABELS = {row.key: row.label for row in (*HP_TABLE1, *HP_TABLE3, *HP_TABLE8)}
 
 # The models of other groups, all of them, and by the kind of their hard negatives
-_OTHERS = ("negclip", "crepe-swap", "crepe-replace", "svlc", "svlc+pos", "dac-llm", "dac-sam")
+_OTHERS = tuple(row.key for row in OTHER_GROUPS)
 _BY_SWAP = _OTHERS[:2]
 _BY_REPLACE = _OTHERS[2:]
 
