@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,7 @@ def cost(folder: Path, todo, profile) -> str:
 
     pieces = Pieces(folder)
     n_there = 0
+    precisions = Counter()
     hours = []  # of those that were not trained on a GPU
     for row, seed, _ in todo:
         config = run_config(row, profile, seed)
@@ -113,10 +115,12 @@ def cost(folder: Path, todo, profile) -> str:
             continue
         n_there += 1
         made_in = pieces.environment(config)
+        precisions[made_in["precision"] if made_in else "a precision not recorded"] += 1
         if not (made_in and made_in["gpu"]):
             hours.append(training_hours(metrics, profile.batch_size))
     lines = [f"{n_there} of {len(todo)} training runs are there"]
-    lines += [f"{n_there - len(hours)} of them were trained on a GPU"]
+    computed_in = ", ".join(f"{n} in {precision}" for precision, n in precisions.most_common())
+    lines += [f"{n_there - len(hours)} of them were trained on a GPU; {computed_in}"]
     if hours:
         left = sum(hours) / len(hours) * (len(todo) - n_there)
         lines.append(f"{len(hours)} took {sum(hours):.1f} hours of one core, {left:.0f} to come")
