@@ -9,7 +9,8 @@ items of micro-full, each row with the seeds that are there, and writes to data/
 - longer.csv, accuracy, brittleness and mean scores of each row of Table 1 that is there,
   longer_pairs.csv, paired differences of rows, longer_losses.csv, what hard positives cost,
   longer_synonyms.csv and longer_synonym_gains.csv, figures by whether finetuning showed the synonym
-  of the hard positive, and longer_curves.csv, what was measured on held-out scenes during training;
+  of the hard positive, longer_curves.csv, what was measured on held-out scenes during training, and
+  longer_examples.csv, the items of Figures 1 and 3;
 - longer_convergence.csv, how well all runs that are there keep the two rules of
   `compvl.paper.convergence`;
 - <results>_contrasts.csv, the figures that the ledger's statements are tested by, as far as their
@@ -28,6 +29,7 @@ from compvl.paper.columns import ACCURACY, MEAN_SCORES
 from compvl.paper.comparisons import LOSS_GROUPS, comparisons, hard_positive_losses
 from compvl.paper.convergence import convergence
 from compvl.paper.evaluation import learning_curves, results
+from compvl.paper.examples import FIGURES, examples_table, figure_examples
 from compvl.paper.loading import TRIPLET_BENCHMARKS, load
 from compvl.paper.longer import CONTRASTED, contrasted_rows, contrasts_of
 from compvl.paper.pieces import open_pieces
@@ -109,6 +111,8 @@ def write_table1(profile, out: Path):
     seeds = seeds_there(HP_TABLE1, TRIPLET_BENCHMARKS, profile)
     found = results_there(HP_TABLE1, seeds, TRIPLET_BENCHMARKS, profile, out, "longer")
     write_synonyms(found)
+    of_figures = {name: figure_examples(found, name) for name in FIGURES}
+    write(examples_table(of_figures), "longer_examples.csv")
     write_curves(profile, out, seeds)
     summary = found.summary()
     metrics = {column.metric for column in (*ACCURACY, *MEAN_SCORES)}
