@@ -41,13 +41,17 @@ class Checkpoint:
 
     @classmethod
     def from_text(cls, text: str) -> Checkpoint:
-        """`NAME` or `NAME:WEIGHTS`, as on the command line.
+        """`NAME` or `NAME:WEIGHTS`, or `LABEL=` and one of these, as on the command line.
 
-        The name of a repository or a folder has a colon, and no weights after it."""
-        if _has_own_weights(text):
-            return cls(text)
-        name, _, weights = text.partition(":")
-        return cls(name, weights or None)
+        The name of a repository or a folder has a colon, and no weights after it. A label has no
+        colon and no slash: what is before an equals sign in a path is none."""
+        label, equals, named = text.partition("=")
+        if not equals or not label or {":", "/"} & set(label):
+            label, named = "", text
+        if _has_own_weights(named):
+            return cls(named, label=label)
+        name, _, weights = named.partition(":")
+        return cls(name, weights or None, label=label)
 
 # %% ../../nbs/lib/app/06a_checkpoints.ipynb #44b95a83
 _KEYS = tuple(field.name for field in fields(Checkpoint))
@@ -89,7 +93,8 @@ def check_titles(checkpoints: list[Checkpoint]) -> None:
     for title in titles:
         if titles.count(title) > 1:
             raise CompvlError(
-                f"The model {title} is given more than once: leave one out, or give each a label."
+                f"The model {title} is given more than once: leave one out, or give each a label "
+                "(LABEL=NAME, or the key label in a file)."
             )
 
 

@@ -192,10 +192,11 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
         Optional[list[str]],
         typer.Option(
             help="An open_clip model name, micro-clip (the default), or a name of the zoo (compvl "
-            "models); NAME:WEIGHTS names its weights. A repository or a folder with its weights is "
-            "hf-hub:ORG/NAME, local-dir:FOLDER (of open_clip) or transformers:ID_OR_FOLDER; "
-            "vqa:MODEL, caption:MODEL and gain:MODEL score with a generative model of "
-            "transformers. May be repeated: all are compared with the first."
+            "models); NAME:WEIGHTS names its weights, and LABEL=NAME:WEIGHTS what tables call it. "
+            "A repository or a folder with its weights is hf-hub:ORG/NAME, local-dir:FOLDER (of "
+            "open_clip) or transformers:ID_OR_FOLDER; vqa:MODEL, caption:MODEL and gain:MODEL "
+            "score with a generative model of transformers. May be repeated: all are compared with "
+            "the first."
         ),
     ] = None,
     models: Annotated[
