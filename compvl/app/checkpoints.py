@@ -47,7 +47,8 @@ class Checkpoint:
         colon and no slash: what is before an equals sign in a path is none."""
         label, equals, named = text.partition("=")
         if not equals or not label or {":", "/"} & set(label):
-            label, named = "", text
+            label = ""
+            named = text
         if _has_own_weights(named):
             return cls(named, label=label)
         name, _, weights = named.partition(":")
