@@ -1,4 +1,4 @@
-"""Summarise the pieces of micro-full that are there, for notebooks 01_brittleness and 11_claims.
+"""Summarise the pieces of micro-full that are there, for notebooks 01, 02 and 11.
 
     python scripts/longer.py [--only table1 06_cae]
 
@@ -11,6 +11,7 @@ items of micro-full, each row with the seeds that are there, and writes to data/
   longer_synonyms.csv and longer_synonym_gains.csv, figures by whether finetuning showed the synonym
   of the hard positive, longer_curves.csv, what was measured on held-out scenes during training, and
   longer_examples.csv, the items of Figures 1 and 3;
+- longer_table3.csv, accuracy and brittleness of the rows of Table 3;
 - longer_convergence.csv, how well all runs that are there keep the two rules of
   `compvl.paper.convergence`;
 - <results>_contrasts.csv, the figures that the ledger's statements are tested by, as far as their
@@ -38,10 +39,10 @@ from compvl.paper.rows import ROWS, rows
 from compvl.paper.runs import run_config, seeds_of
 from compvl.paper.statements import contrasts_table
 from compvl.paper.synonyms import synonym_gains, synonym_table
-from compvl.paper.table_rows import HP_TABLE1
+from compvl.paper.table_rows import HP_RATIOS, HP_TABLE1
 
 FOLDER = data_dir() / "results/micro-full"
-PARTS = ["table1", "convergence", *CONTRASTED]
+PARTS = ["table1", "table3", "convergence", *CONTRASTED]
 WATCHED = rows("clip-coco", "hn", "hp+hn", "swap-only", "replace-only")
 PAIRS = [
     ("clip", "clip-coco"),
@@ -106,6 +107,14 @@ def write_curves(profile, out: Path, seeds):
     write(log.round(4), "longer_curves.csv")
 
 
+def write_summary(found, columns, name: str):
+    """The metrics of these columns, of all benchmarks and groups."""
+    summary = found.summary()
+    summary = summary[summary.metric.isin({column.metric for column in columns})]
+    kept = ["method", "benchmark", "group", "metric", "value", "lo", "hi", "n", "seeds"]
+    write(summary[kept], name)
+
+
 def write_table1(profile, out: Path):
     """The rows of Table 1, their differences, and how they came about."""
     seeds = seeds_there(HP_TABLE1, TRIPLET_BENCHMARKS, profile)
@@ -114,14 +123,17 @@ def write_table1(profile, out: Path):
     of_figures = {name: figure_examples(found, name) for name in FIGURES}
     write(examples_table(of_figures), "longer_examples.csv")
     write_curves(profile, out, seeds)
-    summary = found.summary()
-    metrics = {column.metric for column in (*ACCURACY, *MEAN_SCORES)}
-    summary = summary[summary.metric.isin(metrics)]
-    columns = ["method", "benchmark", "group", "metric", "value", "lo", "hi", "n", "seeds"]
-    write(summary[columns], "longer.csv")
+    write_summary(found, (*ACCURACY, *MEAN_SCORES), "longer.csv")
     pairs = [pair for pair in PAIRS if set(pair) <= set(seeds)]
     write(comparisons(found, pairs, ACCURACY), "longer_pairs.csv")
     write(hard_positive_losses(found, LOSS_GROUPS), "longer_losses.csv")
+
+
+def write_table3(profile, out: Path):
+    """The rows of Table 3, and the weights beyond."""
+    seeds = seeds_there(HP_RATIOS, TRIPLET_BENCHMARKS, profile)
+    found = results_there(HP_RATIOS, seeds, TRIPLET_BENCHMARKS, profile, out, "longer_table3")
+    write_summary(found, ACCURACY, "longer_table3.csv")
 
 
 def write_convergence(profile, out: Path):
@@ -157,6 +169,8 @@ def main(only: list[str] | None):
         for name in only or PARTS:
             if name == "table1":
                 write_table1(profile, Path(out))
+            elif name == "table3":
+                write_table3(profile, Path(out))
             elif name == "convergence":
                 write_convergence(profile, Path(out))
             else:
