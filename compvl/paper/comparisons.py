@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import pandas as pd
 
 from .columns import Column
+from .estimates import interval_table
 from .results import Results
 from .rows import ROWS
 from .statements import Contrast, loss_of
@@ -116,11 +117,12 @@ def losses_side_by_side(losses: pd.DataFrame, measured: str) -> pd.DataFrame:
 
     Columns: model; for each of the table's `on`, its loss and interval as text, named by
     `measured`, and the published loss where there is one."""
+    named = losses.rename(columns=dict(on="metric", loss="value"))
+    texts = interval_table(named[["model", "metric", "value", "lo", "hi"]])
     columns = {}
     for on, part in losses.groupby("on", sort=False):
         part = part.set_index("model")
-        cells = [f"{x.loss:.1f} [{x.lo:.1f}, {x.hi:.1f}]" for x in part.itertuples()]
-        columns[f"{on}, {measured}"] = pd.Series(cells, part.index)
+        columns[f"{on}, {measured}"] = texts[on]
         if part.published.notna().any():
             columns[f"{on}, published"] = part.published
     return pd.DataFrame(columns).rename_axis("model").reset_index()

@@ -19,6 +19,7 @@ from compvl.paper.columns import (
     PAIRS_MEAN,
     Column,
 )
+from .estimates import interval_table
 from .evidence import CLAIM_VERDICTS, Store
 from .ledger import STATEMENTS, evaluate_statement
 from .loading import CAE_BENCHMARKS, TRIPLET_BENCHMARKS
@@ -33,11 +34,10 @@ def accuracy_side_by_side(longer: pd.DataFrame) -> pd.DataFrame:
     `scripts/longer.py` keeps them. Columns of the result: model, seeds, and each of `ACCURACY`,
     with its interval, as text."""
     cells = longer.merge(pd.DataFrame(ACCURACY))
-    cells["cell"] = [f"{x.value:.1f} [{x.lo:.1f}, {x.hi:.1f}]" for x in cells.itertuples()]
-    cells["figure"] = cells.block + " " + cells.title
     cells["model"] = [ROWS[key].label for key in cells.method]
-    wide = cells.pivot(index="model", columns="figure", values="cell")
-    wide = wide.loc[cells.model.unique(), [f"{c.block} {c.title}" for c in ACCURACY]]
+    cells["metric"] = cells.block + " " + cells.title
+    wide = interval_table(cells[["model", "metric", "value", "lo", "hi"]])
+    wide = wide[[f"{column.block} {column.title}" for column in ACCURACY]]
     wide.insert(0, "seeds", cells.groupby("model").seeds.max())
     return wide.rename_axis(columns=None).reset_index()
 
