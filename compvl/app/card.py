@@ -42,6 +42,7 @@ _CARD_STYLE = """
  small { color: #555; white-space: nowrap }
  .compvl .left { text-align: left }
  .compvl tbody tr:not(.group) th { font-weight: normal; border-bottom-color: #e3e3e3 }
+ .compvl td.left { overflow-wrap: anywhere; min-width: 6rem }
  .side { display: flex; flex-wrap: wrap; gap: 1rem }
  .side figure { margin: .5rem 0; flex: 1 1 20rem; min-width: 0 }
  .failures { display: grid; gap: 1rem;
@@ -52,6 +53,9 @@ _CARD_STYLE = """
  .pictures img { width: 8rem }
  .right { color: #00624a }
  .wrong { color: #a83c00 }
+ @media screen and (max-width: 40rem) {
+  .compvl td small { display: block }
+ }
  @media print {
   section { break-inside: auto }
   .failures { grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 3mm; padding-right: 1px }
