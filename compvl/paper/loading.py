@@ -44,6 +44,8 @@ def _number_of_items(name: str, profile: Profile) -> int | None:
     n = profile.n_items
     if name == "swap" and n:
         n *= 2  # as many as REPLACE has in its two parts
+    if entry.task == "image-choice" and profile.n_verbs:
+        n = 3 * profile.n_verbs  # of a subject, a verb and an object each
     if entry.task == "retrieval":
         n = profile.n_retrieval
     if entry.task == "classification":

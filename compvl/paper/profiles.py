@@ -15,7 +15,7 @@ from ..train.recipes import RECIPES
 # %% ../../nbs/lib/paper/01_profiles.ipynb #9c846341
 # The keys of a profile in the JSON file beside its results, in order.
 _RECORD = """name model pretrained data root n_train steps epochs batch_size lr warmup weight_decay
-precision n_items n_retrieval n_classification n_kind n_boot seeds main_seeds n_pretrain
+precision n_items n_verbs n_retrieval n_classification n_kind n_boot seeds main_seeds n_pretrain
 pretrain_steps base_seeds w_attr recipes""".split()
 
 
@@ -28,6 +28,9 @@ class Profile:
     root: str | None = None  # folder of the downloads; None in the microworld
     recipes: bool = False  # whether each row is trained by its own recipe (`RECIPES`)
     n_items: int | None = 2000  # items of each benchmark (SWAP: twice); None: all, as below
+    n_verbs: int | None = (
+        None  # verbs of SVO-Probes and ComVG, a third of them; None: `n_items` in all
+    )
     n_retrieval: int | None = 1000  # images of a retrieval benchmark
     n_classification: int | None = 1000  # items of a classification benchmark
     n_kind: int | None = 1000  # items of each part of a benchmark whose parts are reported apart
@@ -117,7 +120,10 @@ class Profile:
     def _items(self) -> str:
         if not self.n_items:
             return "all items of each benchmark"
-        return f"{self.n_items:,} items of each benchmark (SWAP: {2 * self.n_items:,})"
+        exceptions = f"SWAP: {2 * self.n_items:,}"
+        if self.n_verbs:
+            exceptions += f"; SVO-Probes and ComVG: {3 * self.n_verbs:,}"
+        return f"{self.n_items:,} items of each benchmark ({exceptions})"
 
 # %% ../../nbs/lib/paper/01_profiles.ipynb #60dc760d
 _MICRO = dict(
@@ -198,7 +204,7 @@ _PAPER_PROFILE = Profile(
 )
 PROFILES = {
     "smoke": _SMOKE_PROFILE,
-    "micro": Profile("micro", train=_MICRO, jobs=4, w_attr=_W_ATTR),
+    "micro": Profile("micro", train=_MICRO, n_verbs=2000, jobs=4, w_attr=_W_ATTR),
     "micro-full": _MICRO_FULL_PROFILE,
     "paper": _PAPER_PROFILE,
 }
