@@ -35,12 +35,12 @@ class CausalConfig:
     seeds: tuple[int, ...] = (0, 1, 2)  # worlds, each with towers of its own
     n_test: int = 2048  # items of every figure
     n_fit: int = 800  # items of the regression behind an R²
-    n_probe: int = 300  # items of each benchmark on which models are probed
+    n_probe: int = 2000  # items of each benchmark on which models are probed
     alphas: int = 9  # points of the families
 
 # %% ../../nbs/lib/paper/20b_causal_model.ipynb #b254ebf3
 _LARGE = CausalConfig(
-    steps=800, block_steps=1500, seeds=(0, 1, 2, 3, 4), n_test=4096, n_fit=1200, n_probe=1000
+    steps=800, block_steps=1500, seeds=(0, 1, 2, 3, 4), n_test=4096, n_fit=1200, n_probe=5000
 )
 CONFIGS = {
     "smoke": CausalConfig(
