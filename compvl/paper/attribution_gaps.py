@@ -270,8 +270,9 @@ def gap_changes(
     """The gap between objects and another kind, minus that of the model `start`.
 
     A row for each other model, method and kind: `model`, `attribution`, `kind`, `difference`, `lo`,
-    `hi` (95 % interval, paired by caption and by training seed) and `n` captions. Tables of several
-    training seeds have a column `seed`; a model with one stands beside any number."""
+    `hi` (95 % interval, paired by caption and by training seed), `n` captions, and `closed`: the
+    share of the gap of `start` that is gone, in percent. Tables of several training seeds have a
+    column `seed`; a model with one stands beside any number."""
     rows = []
     for label, table in tables.items():
         if label == start:
@@ -280,9 +281,13 @@ def gap_changes(
             before = tables[start]
             before = before[before.method == method]
             for kind in ("relation", "attribute"):
-                change = _gaps_by_seed(of_method, kind) - _gaps_by_seed(before, kind)
-                change = change[:, ~np.isnan(change).any(0)]
-                if change.size:
-                    rows.append((label, method, kind, *_seed_interval(change, n_boot, seed)))
-    columns = "model attribution kind difference lo hi n".split()
+                gap_before = _gaps_by_seed(before, kind)
+                change = _gaps_by_seed(of_method, kind) - gap_before
+                has_both = ~np.isnan(change).any(0)
+                if not has_both.any():
+                    continue
+                found = _seed_interval(change[:, has_both], n_boot, seed)
+                closed = -100 * found.value / gap_before[:, has_both].mean()
+                rows.append((label, method, kind, *found, closed))
+    columns = "model attribution kind difference lo hi n closed".split()
     return pd.DataFrame(rows, columns=columns)
