@@ -85,7 +85,7 @@ def _verdict_cell(verdict: str) -> str:
     """A verdict with its mark and color, as HTML."""
     color, mark = VERDICT_LOOK[verdict]
     look = f"color:{color};font-weight:bold;white-space:nowrap"
-    return f'<span style="{look}">{mark} {verdict}</span>'
+    return f'<span style="{look}">{html.escape(mark)} {verdict}</span>'
 
 
 def _measured_cell(row) -> str:
@@ -110,8 +110,9 @@ def _notebook_cell(row, notebooks: dict[str, str], folder: str) -> str:
     return notebook_link(notebooks[row.id], JUDGED, folder)
 
 
-def _shown(row, notebooks: dict[str, str], folder: str) -> dict:
+def _shown(row, later: dict[str, str], notebooks: dict[str, str], folder: str) -> dict:
     """The cells of a statement."""
+    has_later = row.id in later
     return {
         "paper": PAPER_TITLES[row.paper],
         "id": row.id,
@@ -124,6 +125,7 @@ def _shown(row, notebooks: dict[str, str], folder: str) -> dict:
         "notebook": _notebook_cell(row, notebooks, folder),
         "kind": row.kind,
         "verdict": _verdict_cell(row.verdict),
+        "after longer training": _verdict_cell(later[row.id]) if has_later else "",
         "what was found": _markup(row.sentence),
     }
 
@@ -135,26 +137,32 @@ shown; tests: their number, and the rule that combines them. Kind: an effect cou
 the other way; a premise is what the setting must fulfil; what holds by construction is no
 evidence. The paper does not compare with CLIP-COCO in these tables; there, the published
 difference is that from CLIP. Notebook: the one that evaluates the statement, below its heading
-*Statements of the papers*.""".replace("\n", " ")
+*Statements of the papers*. After longer training: the verdict on the models of micro-full, where
+all that a statement compares are finished.""".replace("\n", " ")
 
 
 def ledger_table(
     ledger: pd.DataFrame,  # as `make_ledger` gives it
     folder: str = "",  # where the notebooks are, from the page with the table
+    later: pd.DataFrame | None = None,  # the ledger after longer training, of some statements
 ):
     """The ledger as a `great_tables.GT`, with a block for each paper and links to notebooks."""
     import great_tables
 
     notebooks = statement_notebooks()
-    shown = pd.DataFrame([_shown(row, notebooks, folder) for row in ledger.itertuples()])
+    verdicts = {} if later is None else dict(zip(later.id, later.verdict, strict=True))
+    cells = [_shown(row, verdicts, notebooks, folder) for row in ledger.itertuples()]
+    shown = pd.DataFrame(cells)
+    if not verdicts:
+        shown = shown.drop(columns="after longer training")
     table = great_tables.GT(shown, rowname_col="id", groupname_col="paper", id="ledger")
     table = table.tab_header("Ledger of claims")
-    markup = ["the paper says", "measured", "notebook", "verdict", "what was found"]
+    texts = ["the paper says", "notebook", "verdict", "after longer training", "what was found"]
+    texts = [column for column in texts if column in shown]
+    markup = [*texts, "measured"]
     table = table.fmt(lambda cell: cell, columns=markup)
     table = table.cols_align("right", ["measured", "published", "tests", "seeds"])
-    table = table.cols_align(
-        "left", ["where", "the paper says", "notebook", "kind", "verdict", "what was found"]
-    )
+    table = table.cols_align("left", ["where", "kind", *texts])
     table = table.tab_options(
         table_font_size="13px",
         data_row_padding="3px",

@@ -72,8 +72,9 @@ def _verdict_row(found: Evaluation) -> dict:
 
 
 _VERDICT_NOTE = """Measured: the difference with its 95 % interval; where a statement has several
-tests, the smallest and the largest difference. The ledger has each test, and says how a verdict is
-reached.
+tests, the smallest and the largest difference. The notebook 11_claims says how a verdict is
+reached, and has the verdict after longer training beside this one, where there is one; its table
+*evidence* has each test.
 """.replace("\n", " ").strip()
 
 # %% ../../nbs/lib/paper/20_notebook.ipynb #db361bbc
