@@ -115,7 +115,7 @@ def _shown(row, later: dict[str, str], notebooks: dict[str, str], folder: str) -
     has_later = row.id in later
     return {
         "paper": PAPER_TITLES[row.paper],
-        "id": row.id,
+        "id": f'<span id="{row.id}">{row.id}</span>',
         "where": row.where,
         "the paper says": f'<div style="min-width:11rem">{html.escape(row.claim)}</div>',
         "measured": _measured_cell(row),
@@ -141,17 +141,27 @@ difference is that from CLIP. Notebook: the one that evaluates the statement, be
 all that a statement compares are finished.""".replace("\n", " ")
 
 
+def _by_number(ledger: pd.DataFrame) -> pd.DataFrame:
+    """The statements of each paper in the order of their numbers; the papers keep their order."""
+    number = ledger.id.str.extract(r"(\d+)$", expand=False).astype(int)
+    papers = pd.Categorical(ledger.paper, ledger.paper.unique())
+    order = pd.DataFrame(dict(paper=papers, number=number), index=ledger.index)
+    return ledger.loc[order.sort_values(["paper", "number"]).index]
+
+
 def ledger_table(
     ledger: pd.DataFrame,  # as `make_ledger` gives it
     folder: str = "",  # where the notebooks are, from the page with the table
     later: pd.DataFrame | None = None,  # the ledger after longer training, of some statements
 ):
-    """The ledger as a `great_tables.GT`, with a block for each paper and links to notebooks."""
+    """The ledger as a `great_tables.GT`, with a block for each paper and links to notebooks.
+
+    Each id is an anchor of the page: `11_claims_ledger.html#HP9` leads to its row."""
     import great_tables
 
     notebooks = statement_notebooks()
     verdicts = {} if later is None else dict(zip(later.id, later.verdict, strict=True))
-    cells = [_shown(row, verdicts, notebooks, folder) for row in ledger.itertuples()]
+    cells = [_shown(row, verdicts, notebooks, folder) for row in _by_number(ledger).itertuples()]
     shown = pd.DataFrame(cells)
     if not verdicts:
         shown = shown.drop(columns="after longer training")
@@ -159,7 +169,7 @@ def ledger_table(
     table = table.tab_header("Ledger of claims")
     texts = ["the paper says", "notebook", "verdict", "after longer training", "what was found"]
     texts = [column for column in texts if column in shown]
-    markup = [*texts, "measured"]
+    markup = ["id", *texts, "measured"]
     table = table.fmt(lambda cell: cell, columns=markup)
     table = table.cols_align("right", ["measured", "published", "tests", "seeds"])
     table = table.cols_align("left", ["where", "kind", *texts])

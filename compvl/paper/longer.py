@@ -100,19 +100,39 @@ def _seed_range(seeds: pd.Series) -> str:
     return fewest if fewest == most else f"{fewest}–{most}"
 
 
+def _deciding(row, evidence: pd.DataFrame) -> str:
+    """Which of a statement's tests have its verdict; their names, where they are one or two.
+
+    `row`: of a ledger. By the rule *most*, no single test decides."""
+    if row.tests == 1:
+        return "its one test"
+    if row.rule == "most":
+        return f"most of {row.tests} tests"
+    tests = evidence[evidence.id == row.id]
+    names = tests.test[tests.verdict == row.verdict].tolist()
+    if len(names) == row.tests:
+        return f"all {row.tests} tests"
+    if len(names) > 2:
+        return f"{len(names)} of {row.tests} tests"
+    return f"{'; '.join(names)} (of {row.tests} tests)"
+
+
 def side_by_side(short: pd.DataFrame, long: pd.DataFrame, evidence: pd.DataFrame) -> pd.DataFrame:
     """The statements of the ledger `long`, with what both ledgers say (see `make_ledger`).
 
     `evidence`: the tests of `long`. Columns paper, id, statement, published, measured and verdict
-    (of `short`), longer and longer verdict (of `long`), and seeds, the numbers of its tests."""
+    (of `short`), longer and longer verdict (of `long`), decided by (which tests have the longer
+    verdict), and seeds (their numbers)."""
     there = long[["id", "measured", "verdict"]]
+    deciding = [_deciding(row, evidence) for row in long.itertuples()]
+    there = there.assign(**{"decided by": deciding})
     seeds = evidence.groupby("id").seeds.agg(_seed_range)
     there = there.merge(seeds, on="id")
     there = there.rename(columns={"measured": "longer", "verdict": "longer verdict"})
     both = short.drop(columns=["published", "seeds"]).merge(there, on="id")
     both = both.rename(columns={"short": "statement", "published_range": "published"})
     columns = "paper id statement published measured verdict longer".split()
-    return both[[*columns, "longer verdict", "seeds"]]
+    return both[[*columns, "longer verdict", "decided by", "seeds"]]
 
 
 def verdict_counts(both: pd.DataFrame, names: tuple[str, str]) -> pd.DataFrame:
