@@ -40,6 +40,11 @@ class Evaluation:
     verdict: str
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all tests have data."""
+        return len(self.evidence) > 0 and len(self.tests) == len(self.evidence) and not self.missing
+
+    @property
     def tests(self) -> pd.DataFrame:
         """The tests that have data."""
         known = self.evidence[self.evidence.verdict != "no data"]

@@ -87,8 +87,7 @@ def judged_statements(store: Store) -> list[Statement]:
         if statement.kind != "effect":
             continue
         evaluated = evaluate_statement(statement, store, strict=False)
-        has_all = len(evaluated.evidence) and not (evaluated.evidence.verdict == "no data").any()
-        if has_all and not evaluated.missing:
+        if evaluated.is_complete:
             found.append(statement)
     return found
 
