@@ -8,9 +8,10 @@ items of micro-full, each row with the seeds that are there, and writes to data/
 
 - longer.csv, accuracy, brittleness and mean scores of each row of Table 1 that is there,
   longer_pairs.csv, paired differences of rows, longer_losses.csv, what hard positives cost,
-  longer_synonyms.csv and longer_synonym_gains.csv, figures by whether finetuning showed the synonym
-  of the hard positive, longer_curves.csv, what was measured on held-out scenes during training, and
-  longer_examples.csv, the items of Figures 1 and 3;
+  longer_synonyms.csv, longer_synonym_gains.csv and longer_synonym_by_synonym.csv, figures by
+  the synonym of the hard positive, and by whether finetuning showed it, longer_curves.csv, what was
+  measured on held-out scenes during training, and longer_examples.csv, the items of Figures 1
+  and 3;
 - longer_table3.csv, accuracy and brittleness of the rows of Table 3;
 - longer_convergence.csv, how well all runs that are there keep the two rules of
   `compvl.paper.convergence`;
@@ -38,7 +39,7 @@ from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS, rows
 from compvl.paper.runs import run_config, seeds_of
 from compvl.paper.statements import contrasts_table
-from compvl.paper.synonyms import synonym_gains, synonym_table
+from compvl.paper.synonyms import synonym_by_synonym, synonym_gains, synonym_table
 from compvl.paper.table_rows import HP_RATIOS, HP_TABLE1
 
 FOLDER = data_dir() / "results/micro-full"
@@ -97,6 +98,7 @@ def write_synonyms(found):
     """Figures on REPLACE's items with seen and with unseen synonyms, and what hard positives do."""
     write(synonym_table(found, ["clip", "clip-coco", "hn", "hp+hn"]), "longer_synonyms.csv")
     write(synonym_gains(found), "longer_synonym_gains.csv")
+    write(synonym_by_synonym(found), "longer_synonym_by_synonym.csv")
 
 
 def write_curves(profile, out: Path, seeds):

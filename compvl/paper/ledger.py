@@ -192,6 +192,8 @@ def _needed_text(tests: pd.DataFrame, unit: str) -> str:
     if needed.isna().all():
         return "No size is published, on which the number of items depends that would decide it."
     at = needed.idxmax()
+    if not is_published[at] and needed[at] <= there[at]:
+        return f"No size is published. A difference of {name} would have shown."
     number = f"about {np.ceil(needed[at]):,.0f} {things}, instead of {there[at]:,.0f}"
     if is_published[at]:
         return f"It would be decided with {number}."

@@ -41,7 +41,7 @@ from compvl.paper.table_rows import (
     HP_TABLE3,
     HP_TABLE10,
 )
-from ..stats import verdict
+from ..stats import LARGER, SMALLER, verdict
 
 # %% ../../nbs/lib/paper/18a_statements.ipynb #57e5cb8d
 Place = tuple[str, str, str, str]  # row key, benchmark, group, metric
@@ -317,4 +317,7 @@ def join(verdicts: Sequence[str], rule: str) -> str:
     if not known:
         return "no data"
     needed = len(known) if rule == "all" else len(known) // 2 + 1
-    return CLAIM_VERDICTS[known[needed - 1]]
+    joined = CLAIM_VERDICTS[known[needed - 1]]
+    if joined in (SMALLER, LARGER):  # equally favourable: what more of the tests are
+        joined = LARGER if verdicts.count(LARGER) > verdicts.count(SMALLER) else SMALLER
+    return joined

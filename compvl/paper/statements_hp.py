@@ -91,8 +91,8 @@ def _margin(key: str) -> Contrast:
 
 # %% ../../nbs/lib/paper/18b_statements_hp.ipynb #2e9720bc
 _RARE_WORDS = (
-    "Brittleness of this kind may come from rare words in hard negatives, whose share is that of "
-    "the released files here; *Beyond the papers* measures how far."
+    "Whether brittleness on REPLACE comes from rare words in hard negatives is open: after 120 "
+    "steps, their share makes no measurable difference (*Beyond the papers*). SWAP adds no word."
 )
 _SECTION_4 = [
     Statement(
