@@ -111,7 +111,7 @@ def _recommendation(choice, unit: str, most: int) -> str:
         advised = f"**undecided** between {best} and {_names(choice.as_good, most)}"
     else:
         advised = (
-            f"**undecided**: {best} was selected on one half of the items, and {second}, the "
+            f"**not confirmed**: {best} was selected on one half of the items, but {second}, the "
             "runner-up, is better on the other half"
         )
     value = figure_text(choice.value)

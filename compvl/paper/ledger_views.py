@@ -21,7 +21,7 @@ from .evidence import CLAIM_VERDICTS
 from .html_tables import Html
 from .ledger import BY_CONSTRUCTION, PAPER_TITLES, difference_text
 from .published import published
-from ..plotting import BLUE, GREEN, ORANGE, SKY, VERMILLION, style
+from ..plotting import BLUE, GREEN, SKY, VERMILLION, style
 from compvl.stats import (
     LARGER,
     NO_EFFECT,
@@ -74,7 +74,7 @@ VERDICT_LOOK = {  # color and mark
     SMALLER: (SKY, "<"),
     LARGER: (BLUE, ">"),
     TOO_WIDE: ("#777777", "?"),
-    NO_EFFECT: (ORANGE, "0"),
+    NO_EFFECT: ("#A66F00", "0"),  # a darker orange, for text
     OPPOSITE: (VERMILLION, "✗"),
     BY_CONSTRUCTION: ("#999999", "="),
     "no data": ("#bbbbbb", "–"),
@@ -260,15 +260,17 @@ def _farthest(tests: dict, limit: float) -> float:
 def _scale_axis(axes, farthest: float, limit: float) -> None:
     """A symmetric axis, logarithmic beyond ±`limit`."""
     end = 1.04 * limit
+    label = "difference (percentage points; scores times 100), with 95 % interval"
     if farthest > limit:
         axes.set_xscale("symlog", linthresh=limit, linscale=2.2)
         end = 1.15 * farthest
-    marks = [v for v in (-100, -50, -30, -20, -10, 0, 10, 20, 30, 50, 100) if abs(v) <= end]
+        label += f"; logarithmic beyond ±{limit:.0f}"
+    marks = [v for v in (-100, -30, -20, -10, 0, 10, 20, 30, 100) if abs(v) <= end]
     names = [difference_text(v).replace(".0", "") if v else "0" for v in marks]
     axes.set_xticks(marks, names)
     axes.minorticks_off()
     axes.set_xlim(-end, end)
-    axes.set_xlabel("difference (percentage points; scores times 100), with 95 % interval")
+    axes.set_xlabel(label)
 
 
 def _scale_nats(axes, farthest: float) -> None:
