@@ -123,7 +123,9 @@ def cost(folder: Path, todo, profile) -> str:
     lines += [f"{n_there - len(hours)} of them were trained on a GPU; {computed_in}"]
     if hours:
         left = sum(hours) / len(hours) * (len(todo) - n_there)
-        lines.append(f"{len(hours)} took {sum(hours):.1f} hours of one core, {left:.0f} to come")
+        lines.append(
+            f"{len(hours)} took {sum(hours):.1f} hours of one core; the rest takes {left:.0f}"
+        )
     return "\n".join(lines)
 
 

@@ -83,8 +83,8 @@ def _longer_cell(id: str, store: Store) -> str:
 
 
 _VERDICT_NOTE = """Measured: the difference with its 95 % interval; where a statement has several
-tests, the smallest and the largest difference. After longer training: the same for an effect whose
-models are all finetuned in the profile micro-full so far. The notebook 11_claims says how a verdict
+tests, the smallest and the largest difference. After longer training: the same, 3,000 steps long,
+for an effect whose models are all finetuned in the profile micro-full so far. The notebook 11_claims says how a verdict
 is reached; its table *evidence* has each test.
 """.replace("\n", " ").strip()
 
@@ -93,8 +93,10 @@ _TERMS = """**Terms.** An item of REPLACE or SWAP has an image, its caption c, a
 c_n, which is a false text, and a *hard positive* c_p, which is a true rewording. *Original
 accuracy*: how often c scores above c_n. *Augmented accuracy*: how often both c and c_p do.
 *Brittleness*: how often exactly one of the two does. Chance is 50, 33.3 and 33.3 %. CLIP-COCO is
-finetuned on captions alone, HN with hard negatives as well, HP+HN with hard negatives and hard
-positives.
+finetuned on captions alone (CAE's tables call it CLIP-FT), HN with hard negatives as well, HP+HN
+with hard negatives and hard positives. *Foil* is the other benchmarks' name for a false text or
+image. In the microworld, *CLIP ViT-B/32*, *DataComp*, *ImageNet* and other such names stand for the
+small counterparts of these models and data sets.
 """.replace("\n", " ").strip()
 
 
