@@ -84,8 +84,8 @@ def _longer_cell(id: str, store: Store) -> str:
 
 _VERDICT_NOTE = """Measured: the difference with its 95 % interval; where a statement has several
 tests, the smallest and the largest difference. After longer training: the same, 3,000 steps long,
-for an effect whose models are all finetuned in the profile micro-full so far. The notebook 11_claims says how a verdict
-is reached; its table *evidence* has each test.
+for an effect whose models are all finetuned in the profile micro-full so far. The notebook
+11_claims says how a verdict is reached; its table *evidence* has each test.
 """.replace("\n", " ").strip()
 
 # %% ../../nbs/lib/paper/20_notebook.ipynb #db361bbc
