@@ -197,7 +197,7 @@ _REGION_BAGS = dict(dense="regions", **_EITHER)
 _BY_SVLC = ("svlc-rules", "svlc-lm")
 _SVLC = _other_group("SVLC", "hn", *_BY_SVLC, options=_EITHER, color="#CC79A7", marker="s")
 _SVLC_POS = _other_group(
-    "SVLC+Pos", "hp+hn", *_BY_SVLC, "paraphrase", options=_EITHER, color="#8a3d66", marker="P"
+    "SVLC+Pos", "hp+hn", *_BY_SVLC, "paraphrase", options=_EITHER, color="#8a3d66", marker="*"
 )
 _DAC_LLM = _other_group(
     "DAC-LLM", "dac", *_BY_SVLC, options=_TEXT_BAGS, color="#a08c00", marker="p"
@@ -211,7 +211,7 @@ _OTHER_GROUPS = [
     ),
     _other_group("CREPE-Swap", "negclip", "crepe-swap", color="#a86f00", marker="<"),
     _other_group(
-        "CREPE-Replace", "negclip", "crepe-replace", options=_RARE, color="#f7c95f", marker=">"
+        "CREPE-Replace", "negclip", "crepe-replace", options=_RARE, color="#c58f1a", marker=">"
     ),
     _low_rank(_SVLC, "svlc"),
     _low_rank(_SVLC_POS, "svlc"),
