@@ -8,6 +8,7 @@ __all__ = ['WEIGHTS_SUFFIXES', 'register_configs', 'Model', 'RememberingTokenize
 
 # %% ../../nbs/lib/models/06_clip.ipynb #76ebb1fa
 import hashlib
+import json
 import logging
 import math
 import re
@@ -86,6 +87,31 @@ def _describe(preprocess: Callable) -> str:
     return hashlib.blake2b(results, digest_size=16).hexdigest()
 
 # %% ../../nbs/lib/models/06_clip.ipynb #fdc073d6
+# Entries of a preprocessing's config, and the options of open_clip that replace them.
+_IMAGE_OPTIONS = {
+    "mean": "image_mean",
+    "std": "image_std",
+    "interpolation": "image_interpolation",
+    "resize_mode": "image_resize_mode",
+}
+
+
+def _preprocess_config(clip: nn.Module) -> dict:
+    """How open_clip's module has images resized and normalised; {} for other networks."""
+    config = getattr(getattr(clip, "visual", None), "preprocess_cfg", {})
+    return {name: config[name] for name in _IMAGE_OPTIONS if name in config}
+
+
+def _image_options(config: dict) -> dict:
+    """A config of preprocessing, or a part of one, as options of open_clip."""
+    options = {}
+    for name, option in _IMAGE_OPTIONS.items():
+        value = config.get(name)
+        if value is not None:
+            options[option] = tuple(value) if isinstance(value, list) else value
+    return options
+
+
 @dataclass
 class Model:
     """An open_clip model with its preprocessing and tokenizer.
@@ -189,12 +215,16 @@ class Model:
         )
 
     def save(self, path, half: bool = False, words: Tensor | None = None, **metadata):
-        """Write the weights to `path` as safetensors, with the model's name and activation.
+        """Write the weights to `path` as safetensors, with its name, activation and preprocessing.
 
         `half`: in float16. `words`: int64 [V], the tokens whose embeddings are kept, default all;
         `read_weights` fills the others with zeros. `metadata`: written as text."""
         state = portable_state(self.clip, half)
-        metadata = {"name": self.name, "activation": activation(self.clip), **metadata}
+        about = {"name": self.name, "activation": activation(self.clip)}
+        preprocessing = _preprocess_config(self.clip)
+        if preprocessing:
+            about["preprocessing"] = json.dumps(preprocessing)
+        metadata = {**about, **metadata}
         if words is not None:
             (key,) = [name for name in state if name.endswith(TOKEN_EMBEDDING)]
             metadata["vocabulary"] = len(state[key])
@@ -349,11 +379,20 @@ def _expected_random(record) -> bool:
     return "No pretrained weights loaded" not in record.getMessage()
 
 
-def _build(name: str, tag: str | None, device, activation: str | None, own_weights: bool):
+def _build(
+    name: str,
+    tag: str | None,
+    device,
+    activation: str | None,
+    own_weights: bool,
+    preprocessing: dict,
+):
     """open_clip's module and preprocessing, with the weights of `tag` or random ones.
 
-    `own_weights`: with those that a repository or a folder brings."""
+    `own_weights`: with those that a repository or a folder brings. `preprocessing`: entries of
+    the preprocessing's config that replace open_clip's."""
     options = {"require_pretrained": True} if own_weights else {"load_weights": tag is not None}
+    options |= _image_options(preprocessing)
     if tag is not None:
         options["pretrained"] = tag
     if activation == "quick_gelu":
@@ -402,6 +441,7 @@ def create_model(
     device=None,  # default CUDA where present
     activation: str | None = None,  # 'gelu' or 'quick_gelu', where the file does not state it
     lora_alpha: float | None = None,  # as for `read_weights`
+    preprocessing: dict | None = None,  # mean, std, interpolation, resize_mode of the images
 ) -> Model:
     """Open a model by open_clip name, in eval mode and in float32.
 
@@ -412,14 +452,16 @@ def create_model(
     have weights of their own, which are loaded unless another file or folder is given. The network
     is needed for tags, for `hf-hub:` and for tokenizers of transformers, once.
     Weights whose activation is known get it, whatever the name says. `activation` can also ask for
-    the other one, which warns. Raises CompvlError for an unknown name or tag, an unreachable hub,
-    missing files, or weights that do not fit."""
+    the other one, which warns. Images are prepared as a file that `Model.save` wrote states, else
+    by `preprocessing`, and what it leaves open as open_clip does for the name. Raises CompvlError
+    for an unknown name or tag, an unreachable hub, missing files, or weights that do not fit."""
     # Longer than 40 lines: the signature; warnings must be raised here to name the caller's line.
     if activation is not None:
         pick(activation, ACTIVATIONS, "activation")
     _check_name(name)
     tag = None
     state = None
+    metadata = {}
     trained = None
     if pretrained is not None:
         path = _weights_path(name, pretrained)
@@ -439,7 +481,8 @@ def create_model(
     own_weights = is_repository(name) and pretrained is None
     try:
         tokenizer = _tokenizer(name)
-        clip, preprocess = _build(name, tag, device, computed, own_weights)
+        images = (preprocessing or {}) | json.loads(metadata.get("preprocessing", "{}"))
+        clip, preprocess = _build(name, tag, device, computed, own_weights, images)
     except _NOT_OPENED as error:
         weights = f" with {pretrained}" if pretrained else ""
         raise CompvlError(f"{name}{weights} could not be opened: {brief(error, None)}") from error
