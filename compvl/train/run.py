@@ -9,6 +9,7 @@ __all__ = ['NOT_IDENTITY', 'count_steps', 'unused_fields', 'run_identity', 'fold
 # %% ../../nbs/lib/train/08_run.ipynb #e80b3cb5
 import csv
 import io
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -157,6 +158,11 @@ class MetricsFile:
         writer.writerows(rows)
         with open(self.path, "a") as file:
             file.write(text.getvalue())
+
+    def sync(self):
+        """Wait until the rows are on the disk, and not in the memory of the system alone."""
+        with open(self.path, "a") as file:
+            os.fsync(file.fileno())
 
 # %% ../../nbs/lib/train/08_run.ipynb #e28268a8
 @dataclass
