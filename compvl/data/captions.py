@@ -120,12 +120,15 @@ class CaptionTable:
         )
 
     def different_negatives(self) -> list[list[list[str]]]:
-        """Hard negatives without those that equal their caption, which are none."""
+        """Hard negatives without those that equal their caption, which are none.
+
+        Case and the number of spaces make no difference."""
         files = []
         for file in self.hard_negatives:
             different = []
             for texts, caption in zip(file, self.captions, strict=True):
-                different.append([t for t in texts if t.lower() != caption.lower()])
+                same = one_line(caption).lower()
+                different.append([t for t in texts if one_line(t).lower() != same])
             files.append(different)
         return files
 
@@ -187,7 +190,8 @@ class CaptionedImages:
         self.captions = self.table.captions
         self.ids = self.table.ids
         self.rows = np.asarray(self.table.images)
-        self.set_epoch(0)
+        self.epoch = 0
+        self._crops = None
         self._describe = {**about, **self._statistics()}
 
     def _choose_texts(self, table: CaptionTable) -> tuple[list, list]:
@@ -234,8 +238,9 @@ class CaptionedImages:
 
     def set_epoch(self, epoch: int):
         """Choose crops, and which of several texts a caption shows."""
-        self.epoch = epoch
-        self._crops = None
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._crops = None
 
     def batch(self, indices) -> dict:
         """Items by index: images (uint8 [B, 3, H, W]), caption, hard_negative and hard_positive
