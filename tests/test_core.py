@@ -54,7 +54,9 @@ with atomic_write({str(path)!r}) as temporary:
     assert path.read_text() == "old"
 
 
-def test_written_files_have_usual_permissions(tmp_path):
+def test_written_files_have_usual_permissions(tmp_path, monkeypatch):
+    """Without a change of the umask, which other threads would write their files with."""
+    monkeypatch.setattr("os.umask", None)
     with atomic_write(tmp_path / "a.txt") as temporary:
         temporary.write_text("a")
     (tmp_path / "b.txt").write_text("b")

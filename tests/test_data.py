@@ -18,7 +18,10 @@ from compvl.data.captions import CocoCaptions
 from compvl.data.images import ImageCache, ImageFolder, decode
 from compvl.data.loading import load_train_data
 from compvl.data.shards import ShardCaptions
+from compvl.models.clip import create_model
 from compvl.train.batches import step_indices
+from compvl.train.config import TrainConfig
+from compvl.train.setup import open_parts
 
 
 @pytest.fixture
@@ -50,9 +53,9 @@ def decoded(monkeypatch):
     """Names of the files that are decoded from now on."""
     found = []
 
-    def recorded(path, size):
+    def recorded(path, size, **resize):
         found.append(path.name)
-        return decode(path, size)
+        return decode(path, size, **resize)
 
     monkeypatch.setattr(data, "decode", recorded)
     return found
@@ -355,3 +358,23 @@ def test_workers_of_a_loader_see_the_same(shards, tmp_path, options):
     here = [images[k] for k in range(6)]
     loader = torch.utils.data.DataLoader(images, batch_size=None, num_workers=2)
     assert all(torch.equal(a, b) for a, b in zip(here, loader, strict=True))
+
+
+def test_a_model_is_trained_on_images_as_its_preprocessing_resizes_them(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    captions = tmp_path / "captions.json"
+    files = [{"id": 0, "file_name": "wide.png"}]
+    write_json(captions, {"images": files, "annotations": [{"image_id": 0, "caption": "noise"}]})
+    options = dict(captions_json=captions, image_root=tmp_path, cache=tmp_path / "cache")
+    config = TrainConfig("hn", data="coco", data_options=options).resolved()
+    descriptions = []
+    for resize_mode in ("shortest", "squash"):
+        model = create_model(device="cpu", preprocessing={"resize_mode": resize_mode})
+        model, data, _ = open_parts(config, "cpu", model=model)
+        seen = model.normalize(data.batch([0])["images"])[0]
+        with Image.open(tmp_path / "wide.png") as picture:
+            assert (seen - model.preprocess(picture)).abs().max() < 1e-5, resize_mode
+        descriptions.append(data.describe())
+    assert "resize" not in descriptions[0], "names of runs with usual models stay as they are"
+    assert descriptions[1]["resize"] == {"resize_mode": "squash"}

@@ -26,7 +26,7 @@ from compvl.attribution.drawing import (
     draw_tokens,
     places,
 )
-from .image_map import image_map, open_picture
+from .image_map import NoImageMap, image_map, open_picture
 from compvl.attribution.replacements import (
     perturbation_attribution,
     replacements,
@@ -60,7 +60,7 @@ class Attribution:
     scores: tuple[float, ...]  # attribution of each token
     parsed: Parse = field(repr=False)
     picture: Image.Image = field(repr=False, compare=False)  # what the model saw
-    image_map: np.ndarray = field(repr=False, compare=False)  # float [h, w]
+    image_map: np.ndarray | None = field(repr=False, compare=False)  # float [h, w]; None: no map
     explained: str = "logit"  # what `scores` explain: 'logit' or 'cosine'
 
     @property
@@ -133,7 +133,7 @@ class Attribution:
         draw_tokens(ax, self.caption, self._runs(), line, top, width)
 
     def draw_image(self, ax, heat: bool = True):
-        """Draw what the model saw, with the image map over it if `heat`; see `draw_map`."""
+        """Draw what the model saw; if `heat`, with the image map, where there is one, over it."""
         draw_map(ax, self.picture, self.image_map if heat else None)
 
     def figure(self, width: int = 58):
@@ -159,7 +159,10 @@ def _figure(attribution: Attribution, width: int):
     head = 0.25
     fig = Figure(figsize=(2 * side + 0.2, head + side + 0.1 + lines * LINE_HEIGHT), dpi=110)
     total_width, total_height = fig.get_size_inches()
-    for k, title in enumerate(("image", "where the score comes from")):
+    map_title = "where the score comes from"
+    if attribution.image_map is None:
+        map_title = "no map of this image tower"
+    for k, title in enumerate(("image", map_title)):
         left = (0.05 + k * (side + 0.1)) / total_width
         bottom = 1 - (head + side) / total_height
         ax = fig.add_axes((left, bottom, side / total_width, side / total_height))
@@ -204,7 +207,8 @@ def attribute(
 
     The logit is what Li et al. explain. Chefer et al.'s notebook for CLIP has `start_layer=-1`.
 
-    `.table()` and `.figure()` of the result show it. The model is left as found. Raises CompvlError
+    `.table()` and `.figure()` of the result show it; its `image_map` is None for an image tower of
+    a kind that `image_map` does not know. The model is left as found. Raises CompvlError
     for a model or tokenizer that is not supported, for an image that cannot be read, for an unknown
     method or score, for the logit of a model without logit scale, and for a layer that is not
     there."""
@@ -223,7 +227,10 @@ def attribute(
         scores = _perturbation(model, image_feature, tokens, parsed, score, **options)
     else:
         scores = text_attribution(model, image_feature, tokens, method, **layers)
-    heat = image_map(model.clip, pixels, tokens, **layers).cpu().numpy()
+    try:
+        heat = image_map(model.clip, pixels, tokens, **layers).cpu().numpy()
+    except NoImageMap:
+        heat = None
     found = []
     for span, value in zip(spans, scores[0].tolist(), strict=True):
         if span[0] >= 0:

@@ -28,7 +28,7 @@ from ..models.clip import Model
 from ..models.towers import encode_text
 
 # %% auto #0
-__all__ = ['open_picture', 'image_map', 'image_attribution']
+__all__ = ['open_picture', 'NoImageMap', 'image_map', 'image_attribution']
 
 # %% ../../nbs/lib/attribution/04_image_map.ipynb #41322085
 def open_picture(model: Model, image) -> tuple[Image.Image, Tensor]:
@@ -87,8 +87,12 @@ def _resnet_map(clip: nn.Module, pixels: Tensor, text: Tensor, start_layer: int)
     return (weights * kept[0]).sum(1)[0].clamp(min=0).detach()
 
 # %% ../../nbs/lib/attribution/04_image_map.ipynb #725ab6e7
+class NoImageMap(CompvlError):
+    """An image tower has no image map."""
+
+
 def _map_of(clip: nn.Module):
-    """The function that computes the map for this image tower. Raises CompvlError for others."""
+    """The function that computes the map for this image tower. Raises NoImageMap for others."""
     visual = getattr(clip, "visual", None)
     if isinstance(visual, ModifiedResNet):
         return _resnet_map
@@ -100,7 +104,7 @@ def _map_of(clip: nn.Module):
     ):
         return _vit_map
     other = " of another kind" if isinstance(visual, VisionTransformer) else ""
-    raise CompvlError(
+    raise NoImageMap(
         "an image map needs open_clip's VisionTransformer with a class token or averaged patches "
         "and plain attention (nn.MultiheadAttention), or its ModifiedResNet; "
         f"this image tower is a {type(visual).__name__}{other}: "
@@ -111,7 +115,9 @@ def _map_of(clip: nn.Module):
 def image_map(
     clip: nn.Module, pixels: Tensor, tokens: Tensor, score: str = "logit", start_layer: int = 0
 ) -> Tensor:
-    """As `image_attribution`, of an open_clip module, pixels [1, 3, H, W] and tokens [1, L]."""
+    """As `image_attribution`, of an open_clip module, pixels [1, 3, H, W] and tokens [1, L].
+
+    Raises NoImageMap, a CompvlError, for other image towers."""
     compute = _map_of(clip)
     scale = score_scale(clip, score)
     with as_found(clip, True):

@@ -14,9 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core import CompvlError, config_hash, read_json
+from ..core import CompvlError, config_hash, pick, read_json
 from .aligned import SIDES, as_paths, one_line, read_aligned, text_digest
-from .images import ImageCache, ImageFolder, ImageStream, crop_flip
+from compvl.data.images import (
+    INTERPOLATIONS,
+    RESIZE_MODES,
+    ImageCache,
+    ImageFolder,
+    ImageStream,
+    crop_flip,
+)
 from ..text.hard_positives import subsample
 
 # %% ../../nbs/lib/data/03_captions.ipynb #634c38b7
@@ -28,6 +35,8 @@ class ImageOptions:
     each other."""
 
     image_size: int = 224  # pixels
+    resize_mode: str = "shortest"  # how images become squares: one of `RESIZE_MODES`
+    interpolation: str = "bicubic"  # likewise, one of `INTERPOLATIONS`
     decode_once: bool = True  # keep images decoded (`ImageCache`), else decode for each batch
     cache: str | Path | None = None  # folder of decoded images and indexes
     resident: str | None = None  # "memory" or "cuda": where decoded images are loaded as a whole
@@ -40,6 +49,8 @@ class ImageOptions:
     progress: bool = True
 
     def __post_init__(self):
+        pick(self.resize_mode, RESIZE_MODES, "resize_mode")
+        pick(self.interpolation, INTERPOLATIONS, "interpolation")
         if self.crop_from is not None and self.crop_from < self.image_size:
             raise CompvlError(
                 f"crop_from={self.crop_from} is less than image_size={self.image_size}: crops are "
@@ -61,11 +72,18 @@ class ImageOptions:
         """Size of the images before they are cropped."""
         return self.crop_from or self.image_size
 
+    @property
+    def resize(self) -> dict:
+        """Options of `decode`, those that are not its defaults."""
+        chosen = dict(resize_mode=self.resize_mode, interpolation=self.interpolation)
+        defaults = dict(resize_mode="shortest", interpolation="bicubic")
+        return {name: value for name, value in chosen.items() if value != defaults[name]}
+
     def open_images(self, source) -> ImageCache | ImageStream:
         """The images of a source, decoded once or for each batch."""
         strict = not self.skip_damaged
         if not self.decode_once:
-            return ImageStream(source, self.kept_size, strict, self.workers)
+            return ImageStream(source, self.kept_size, strict, self.workers, self.resize)
         return ImageCache(
             source,
             self.kept_size,
@@ -74,6 +92,7 @@ class ImageOptions:
             self.workers,
             self.progress,
             self.resident,
+            self.resize,
         )
 
 # %% ../../nbs/lib/data/03_captions.ipynb #bbd4e64f
@@ -101,12 +120,15 @@ class CaptionTable:
         )
 
     def different_negatives(self) -> list[list[list[str]]]:
-        """Hard negatives without those that equal their caption, which are none."""
+        """Hard negatives without those that equal their caption, which are none.
+
+        Case and the number of spaces make no difference."""
         files = []
         for file in self.hard_negatives:
             different = []
             for texts, caption in zip(file, self.captions, strict=True):
-                different.append([t for t in texts if t.lower() != caption.lower()])
+                same = one_line(caption).lower()
+                different.append([t for t in texts if one_line(t).lower() != same])
             files.append(different)
         return files
 
@@ -168,7 +190,8 @@ class CaptionedImages:
         self.captions = self.table.captions
         self.ids = self.table.ids
         self.rows = np.asarray(self.table.images)
-        self.set_epoch(0)
+        self.epoch = 0
+        self._crops = None
         self._describe = {**about, **self._statistics()}
 
     def _choose_texts(self, table: CaptionTable) -> tuple[list, list]:
@@ -195,6 +218,8 @@ class CaptionedImages:
         )
         if self.drawn:
             statistics["draw"] = options.draw
+        if options.resize:
+            statistics["resize"] = options.resize
         if options.crops:
             statistics["augment"] = [options.kept_size, options.flip, options.augment_seed]
         return statistics
@@ -213,8 +238,9 @@ class CaptionedImages:
 
     def set_epoch(self, epoch: int):
         """Choose crops, and which of several texts a caption shows."""
-        self.epoch = epoch
-        self._crops = None
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._crops = None
 
     def batch(self, indices) -> dict:
         """Items by index: images (uint8 [B, 3, H, W]), caption, hard_negative and hard_positive

@@ -167,7 +167,7 @@ class Embedder(FeatureScores):
         self.sees_images = model.sees_images
         self.workers = workers
         self.progress = progress
-        self.batch_size = batch_size or _default_batch_size(model)
+        self._given_batch_size = batch_size
         self.fingerprint = _fingerprint(model)
         self.loader = ImageLoader(model, pixels)
         folder = embeddings_folder(cache, self.fingerprint)
@@ -177,6 +177,11 @@ class Embedder(FeatureScores):
         self.encoded = Counter(images=0, texts=0)
         self.seconds = Counter(images=0.0, texts=0.0)
         self.cut = set()
+
+    @property
+    def batch_size(self) -> int:
+        """Images a batch; where none was given, that of the device where the model is now."""
+        return self._given_batch_size or _default_batch_size(self.model)
 
     def texts(self, captions: Sequence[str], desc: str = "captions") -> Tensor:
         """Unit features of captions, float32 [len(captions), D] on the CPU.

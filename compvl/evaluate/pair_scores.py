@@ -46,7 +46,8 @@ def _picture_key(image) -> bytes:
 def _score_batch(scorer, batch: Sequence[tuple]) -> tuple[tuple, Tensor]:
     """Keys and scores, float32 [n, 1], of a batch of (key, picture, caption)."""
     keys, pictures, captions = zip(*batch, strict=True)
-    scores = torch.as_tensor(scorer.score(pictures, captions), dtype=torch.float32)
+    with torch.no_grad():
+        scores = torch.as_tensor(scorer.score(pictures, captions), dtype=torch.float32)
     return keys, scores.cpu().view(-1, 1)
 
 # %% ../../nbs/lib/evaluate/05_pair_scores.ipynb #cd70b527

@@ -8,7 +8,6 @@ __all__ = ['rendered_scenes', 'scene_key', 'pixels_key', 'file_key', 'image_cont
 
 # %% ../../nbs/lib/evaluate/03_pictures.ipynb #5a3e1563
 import hashlib
-import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -27,6 +26,7 @@ from .store import content_key
 from ..images import StoredImage, image_path, open_image
 from ..microworld.render import render
 from ..microworld.scenes import Scene
+from ..models.clip import describe_preprocess
 
 # %% ../../nbs/lib/evaluate/03_pictures.ipynb #efcb5912
 @lru_cache
@@ -129,8 +129,7 @@ def _split_preprocess(preprocess) -> tuple:
 def _pixel_folder(pixels: str | Path | bool, resize) -> Path:
     """Where the pixels that `resize` makes are kept; True: in the user's cache."""
     root = cache_dir() / "pixels" if pixels is True else Path(pixels)
-    description = re.sub(" at 0x[0-9a-f]+", "", repr(resize))
-    return root / config_hash(description)
+    return root / config_hash(describe_preprocess(resize))
 
 # %% ../../nbs/lib/evaluate/03_pictures.ipynb #4d4ee9a8
 class ImageLoader:

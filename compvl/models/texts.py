@@ -29,12 +29,19 @@ class CodePoints:
 
 # %% ../../nbs/lib/models/07b_texts.ipynb #621a9b6b
 class _Encoder(nn.Module):
-    """A network whose captions go through `encode`, a function from sentences to vectors."""
+    """A network whose captions go through `encode`, a function from sentences to vectors.
 
-    def __init__(self, network: nn.Module, encode: Callable):
+    `shown`: what `encode` makes of fixed sentences, as text; it goes into the fingerprint."""
+
+    def __init__(self, network: nn.Module, encode: Callable, shown: str):
         super().__init__()
         self.network = network
         self.encode = encode
+        self.shown = shown
+
+    def architecture(self) -> str:
+        """A text that differs for two functions `encode` of one network."""
+        return self.shown
 
     def encode_text(self, tokens: Tensor) -> Tensor:
         vectors = torch.as_tensor(self.encode(CodePoints().decode(tokens)))
@@ -59,6 +66,12 @@ class TextEncoder(WrappedModel):
         return [len(row) > limit for row in tokens]
 
 # %% ../../nbs/lib/models/07b_texts.ipynb #57febbec
+def _rounded(vectors: Tensor) -> str:
+    """Vectors as text: in hundredths of the largest number, below which processors differ."""
+    hundredths = 100 * vectors.float() / vectors.abs().max()
+    return str(hundredths.round().int().tolist())
+
+
 def wrap_text_encoder(
     network: nn.Module,  # has the weights
     name: str = "text encoder",
@@ -67,7 +80,8 @@ def wrap_text_encoder(
     """A `Model` for text similarity and for the texts of triplets, from an encoder of sentences.
 
     `network` may be a model of sentence-transformers, whose `max_seq_length` and `tokenizer` also
-    tell which captions are cut. Raises CompvlError where `encode` or the weights are missing, or
+    tell which captions are cut. Cached features are kept by the weights and by what `encode` makes
+    of two sentences. Raises CompvlError where `encode` or the weights are missing, or
     where `encode` does not return a vector a sentence."""
     encode = encode or getattr(network, "encode", None)
     kind = type(network).__name__
@@ -81,10 +95,12 @@ def wrap_text_encoder(
             f"{name} ({kind}) has no method encode: give encode, a function from a list of "
             "sentences to an array with a row for each"
         )
-    shape = tuple(torch.as_tensor(encode(["a cat", "two dogs"])).shape)
-    if len(shape) != 2 or shape[0] != 2:
+    network.eval()
+    vectors = torch.as_tensor(encode(["a cat", "two dogs"]))
+    if vectors.ndim != 2 or len(vectors) != 2:
         raise CompvlError(
-            f"encode of {name} returns an array of shape {shape} for two sentences: "
+            f"encode of {name} returns an array of shape {tuple(vectors.shape)} for two sentences: "
             "it must return a row for each"
         )
-    return TextEncoder(_Encoder(network, encode).eval(), None, CodePoints(), name)
+    encoder = _Encoder(network, encode, _rounded(vectors))
+    return TextEncoder(encoder.eval(), None, CodePoints(), name)

@@ -99,7 +99,8 @@ def wrap_model(
 
     `clip` has the methods `encode_image` (float [B, 3, H, W] -> [B, D]) and `encode_text`
     (int64 [B, L] -> [B, D]). Without `preprocess` it is a text encoder, which needs `encode_text`
-    only and is evaluated on texts alone.
+    only and is evaluated on texts alone. Cached features are kept by the weights: what else changes
+    them, such as an option of `forward`, a method `architecture` of `clip` returns as a text.
     Raises CompvlError where a method or the weights are missing, and for a tokenizer that does not
     return a tensor with a row for each caption."""
     _check_network(clip, name, preprocess is not None)

@@ -167,8 +167,8 @@ def load_zoo(name: str, root=None, path=None, device=None, activation: str | Non
 
     `activation`: another one. `path`: its weights file; by default the one in
     `checkpoints/<name>/` under `root` (default `$COMPVL_DATA_ROOT`), else open_clip's to fetch for
-    a pretrained model. Raises CompvlError for an unknown name, for a cross-encoder, and, saying how
-    to get it, where the file is missing."""
+    a pretrained model, whose preprocessing the file also gets. Raises CompvlError for an unknown
+    name, for a cross-encoder, and, saying how to get it, where the file is missing."""
     entry = _entry(name)
     if entry.pairwise:
         raise CompvlError(
@@ -180,7 +180,8 @@ def load_zoo(name: str, root=None, path=None, device=None, activation: str | Non
         return create_model(_repository(entry, root), path, device, activation)
     path = path or _weights_file(entry, root)
     if path is not None:
-        model = create_model(entry.architecture, path, device, activation)
+        published = open_clip.get_pretrained_cfg(entry.architecture, entry.tag or "")
+        model = create_model(entry.architecture, path, device, activation, preprocessing=published)
         return replace(model, pretrained=entry.name)
     if entry.tag:
         return create_model(entry.architecture, entry.tag, device, activation)

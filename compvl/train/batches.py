@@ -11,6 +11,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -35,6 +36,12 @@ from .neighbours import Alternatives
 from .terms import needed
 
 # %% ../../nbs/lib/train/04_batches.ipynb #64900136
+@lru_cache(maxsize=2)
+def _epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
+    """The numbers 0 … n - 1 in the order of an epoch, which is drawn once for all its steps."""
+    return np.random.default_rng([seed, epoch]).permutation(n)
+
+
 def step_indices(
     step: int,  # from 0
     n: int,  # number of items
@@ -48,8 +55,8 @@ def step_indices(
 
     Items: int [grad_accum, batch_size / grad_accum / world]."""
     epoch, batch = divmod(step, n // batch_size)
-    order = np.random.default_rng([seed, epoch]).permutation(n)
-    items = order[batch * batch_size : (batch + 1) * batch_size]
+    order = _epoch_order(n, seed, epoch)
+    items = order[batch * batch_size : (batch + 1) * batch_size].copy()
     return epoch, items.reshape(grad_accum, world, -1)[:, rank]
 
 # %% ../../nbs/lib/train/04_batches.ipynb #f462a5e9

@@ -116,13 +116,14 @@ def bf16_speedup() -> float:
 
 
 def computes_bf16(device: str | None = None) -> bool:
-    """Whether bf16 is faster than float32: on CUDA, and on CPUs where a short measurement says so.
+    """Whether bf16 is faster than float32: on GPUs that compute in it (NVIDIA's since Ampere), and
+    on CPUs where a short measurement says so.
 
     Measured are CPUs with instructions for it: Intel's AMX and AVX-512 BF16, which AMD's CPUs have
     since Zen 4. Some that have the latter only take twice as long in bf16. `device`: `cuda` or
     `cpu`; None: CUDA where present."""
     if device == "cuda" or device is None and torch.cuda.is_available():
-        return True
+        return torch.cuda.get_device_capability() >= (8, 0)
     checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
     has_instructions = any(getattr(torch.cpu, check, bool)() for check in checks)
     return has_instructions and bf16_speedup() > _BF16_PAYS

@@ -74,6 +74,7 @@ class Trainer:
             self.alternatives = nearest_alternatives(model, data, config.alternatives)
         words = getattr(data, "words", None)
         set_up_clip(model, config, words)
+        self.bound_scale()
         self.data = data
         self.collate = Collate(model, config, words)
         self.bare = Towers(model, teacher, config.frozen).train()
@@ -112,6 +113,8 @@ class Trainer:
         )
         if self.bare.head:
             state["head"] = self.bare.head.state_dict()
+        with writing_to(self.folder):
+            self.metrics.sync()  # a checkpoint must not be there without its steps
         save_checkpoint(self.folder, state)
 
     def start_logs(self):
@@ -206,9 +209,15 @@ class Trainer:
             loss, logged = self.train_micro_batch(batch)
             self.columns = ["loss", *logged]
             values.append(torch.stack([loss, *(value.float() for value in logged.values())]))
-        with torch.no_grad():
-            self.model.clip.logit_scale.clamp_(0, math.log(100))
+        self.bound_scale()
         return torch.stack(values).mean(0)
+
+    def bound_scale(self):
+        """Keep the scale between 1 and 100, where it is trained."""
+        log_scale = self.model.clip.logit_scale
+        if log_scale.requires_grad:
+            with torch.no_grad():
+                log_scale.clamp_(0, math.log(100))
 
     def train_micro_batch(self, batch: dict) -> tuple[torch.Tensor, dict]:
         """Add the gradients of a micro-batch; update the weights after the last of a step."""

@@ -9,6 +9,7 @@ __all__ = ['NOT_IDENTITY', 'count_steps', 'unused_fields', 'run_identity', 'fold
 # %% ../../nbs/lib/train/08_run.ipynb #e80b3cb5
 import csv
 import io
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pandas as pd
 
 from ..core import CompvlError, atomic_write, config_hash, read_json
 from ..models.clip import Model, create_model
-from .terms import term_versions
+from .terms import needed, term_versions
 
 # %% ../../nbs/lib/train/08_run.ipynb #a09fb9df
 def count_steps(config, data, world: int = 1) -> int:
@@ -60,13 +61,15 @@ def unused_fields(config) -> list[str]:
     unused = []
     if config.lora_rank is None:
         unused += ["lora_rank", "lora_alpha"]
-    if not config.w_attr and config.w_itc == 1:
+    needs = needed(config)
+    is_attributed = "attribution" in needs
+    if not is_attributed and config.w_itc == 1:
         unused += ["w_itc", "attribution", "attribution_score", "w_attr", "attr_margin"]
-    if not config.w_attr or config.attr_composition == "all":
+    if not is_attributed or config.attr_composition == "all":
         unused += ["attr_composition"]
     if not config.w_mil:
         unused += ["w_mil"]
-    if not config.w_sds:
+    if "diffusion" not in needs:
         unused += ["w_sds", "teacher"]
     if not config.alternatives:
         unused += ["alternatives"]
@@ -89,7 +92,7 @@ def run_identity(
     steps = count_steps(config, data, world)
     left_out = {*NOT_IDENTITY, *unused_fields(config)}
     identity = {name: value for name, value in asdict(config).items() if name not in left_out}
-    if config.w_sds:
+    if "diffusion" in needed(config):
         identity["teacher"] = teacher.fingerprint()
     if term_versions(config):
         identity["term_versions"] = term_versions(config)
@@ -155,6 +158,11 @@ class MetricsFile:
         writer.writerows(rows)
         with open(self.path, "a") as file:
             file.write(text.getvalue())
+
+    def sync(self):
+        """Wait until the rows are on the disk, and not in the memory of the system alone."""
+        with open(self.path, "a") as file:
+            os.fsync(file.fileno())
 
 # %% ../../nbs/lib/train/08_run.ipynb #e28268a8
 @dataclass

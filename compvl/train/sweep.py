@@ -97,7 +97,7 @@ class WorkerProcess:
         self.start()
         job = dict(config=asdict(config), runs=str(runs.absolute()), modules=term_modules())
         with suppress(BrokenPipeError):
-            print(json.dumps(job), file=self.process.stdin, flush=True)
+            print(json.dumps(job, default=str), file=self.process.stdin, flush=True)
         reported = {}
         for line in self.process.stdout:
             report = json.loads(line)

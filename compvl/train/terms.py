@@ -95,7 +95,8 @@ NEEDS = {
     "image of it (data with the option `counterparts`)",
     "attribution": "attributions of the captions' tokens, by `TrainConfig.attribution`",
     "diffusion": "the frozen text-to-image model `TrainConfig.teacher`, and its L_SDS",
-    "logit_bias": "the logit bias of a model that has one, trained; it is frozen otherwise",
+    "logit_bias": "the logit bias of a model that has one; it is frozen without this need, and "
+    "with `lora_rank`, which trains updates of weight matrices alone",
 }
 
 # %% ../../nbs/lib/train/01_terms.ipynb #afd9ff17
