@@ -209,7 +209,7 @@ class CaptionChoiceTask(Task):
         outcomes = _as_series(table, pair_outcomes(table.s_c, table.s_foil))
         outcomes["accuracy_ties_right"] = table.s_c >= table.s_foil
         for k in (1, 3, 5, 10):
-            if k < table.foils.max():
+            if k <= table.foils.max():
                 outcomes[f"recall@{k}"] = table["rank"] < k
         outcomes["mean_rank"] = table["rank"] + 1.0
         for name, size in self.together.items():
