@@ -229,7 +229,13 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
             help="Folder of the released files; without it, the microworld.",
         ),
     ] = None,
-    fidelity: Annotated[str, typer.Option(help="published | corrected")] = "published",
+    fidelity: Annotated[
+        str,
+        typer.Option(
+            help="published | corrected: without the broken items, where a benchmark has such a "
+            "form (REPLACE and SWAP from released files)."
+        ),
+    ] = "published",
     source: Annotated[
         Optional[str],
         typer.Option(help="Which of several kinds of files, where a benchmark has them."),
