@@ -232,8 +232,8 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
     fidelity: Annotated[
         str,
         typer.Option(
-            help="published | corrected: without the broken items, where a benchmark has such a "
-            "form (REPLACE and SWAP from released files)."
+            help="published | corrected: broken items are mended or left out, of those benchmarks "
+            "that have such a form (REPLACE and SWAP from released files)."
         ),
     ] = "published",
     source: Annotated[
