@@ -138,7 +138,7 @@ def generate(
     | None = None,  # settings of `record` and of the rows, which a resumed run must share
     window: int = 8192,  # rows read beyond the first that has no answer, at most
     total: int | None = None,  # number of rows, for the progress bar
-    resume: bool = True,  # False begins anew
+    resume: bool = True,  # False begins anew; OUT.earlier is what was there, until that is done
     progress: bool = True,
 ) -> Counts:
     """Let `client` rewrite every caption of `rows` to which `kind` applies.
@@ -176,6 +176,8 @@ def generate(
         kept = (
             f"{lines.answered:,} captions of {out} are done: the same command goes on from there."
         )
+        if lines.earlier.exists():
+            kept += f" The file that was there before is {lines.earlier}."
         if isinstance(error, Unanswered):
             raise Unanswered(f"{error} {kept}") from None
         print(f"\nStopped. {kept}", file=sys.stderr)
