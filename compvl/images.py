@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from .core import CompvlError
@@ -70,24 +71,43 @@ def image_key(image: Any) -> str:
     return f"{key}:{','.join(map(str, box))}" if box else key
 
 # %% ../nbs/lib/05_images.ipynb #a4720e1e
+def _read_array(path: Path) -> Image.Image:
+    """The RGB picture of a NumPy file: uint8 [height, width, 3], blue first, as OpenCV has it.
+
+    Raises `ValueError` for another array.
+    """
+    array = np.load(path, allow_pickle=False)
+    is_picture = isinstance(array, np.ndarray) and array.ndim == 3 and array.shape[2] == 3
+    if not is_picture or array.dtype != np.uint8:
+        raise ValueError("not an array uint8 [height, width, 3]")
+    return Image.fromarray(np.ascontiguousarray(array[:, :, ::-1]))
+
+
+def _read_picture(path: Path) -> Image.Image:
+    """The picture of a file as RGB."""
+    if path.suffix == ".npy":
+        return _read_array(path)
+    with Image.open(path) as opened:
+        return opened.convert("RGB")
+
+
 def open_image(image: Any, size: int = 224) -> Image.Image:
     """The item's picture as RGB: a file, a stored picture, or a scene drawn at `size` pixels.
 
-    Raises `CompvlError` with the file where it is missing, no image, or cut short, and where the
-    box is empty.
+    A file `.npy` is a NumPy array, uint8 [height, width, 3], with blue first. Raises `CompvlError`
+    with the file where it is missing, no image, or cut short, and where the box is empty.
     """
     path = image_path(image)
     if path is None:
         return image.render(size).convert("RGB")
     try:
-        with Image.open(path) as opened:
-            picture = opened.convert("RGB")
+        picture = _read_picture(path)
     except FileNotFoundError:
         raise CompvlError(
             f"Image {path} is missing: download it there, or evaluate the items whose images exist "
             "(Benchmark.covered())."
         ) from None
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, EOFError, SyntaxError, ValueError) as error:
         raise CompvlError(
             f"Image {path} cannot be decoded ({error}): it is truncated or no image; download it "
             "again."

@@ -107,6 +107,10 @@ def test_help_needs_no_heavy_import():
         (["train", "--config", "no-such.json"], ["no-such.json"]),
         (["train", "--data", "coco"], ["--train-captions"]),
         (["bench", "no-such"], ["no-such", "evaluate-engine"]),
+        (["bench", "--set", "n=32"], ["--set n", "no such option"]),
+        (["evaluate", "--benchmark", "swap", "--csv", "."], ["--csv", "folder"]),
+        (["evaluate", "--benchmark", "swap", "--report", __file__ + "/r.html"], ["--report"]),
+        (["perturb", "--kind", "hp", "--rpm", "5", "a.jsonl", "b.jsonl"], ["--rpm", "rules"]),
     ],
 )
 def test_mistakes_get_one_sentence(tmp_path, inside, args, says):

@@ -702,6 +702,39 @@ def test_a_language_model_writes_bare_lines(source, tmp_path):
     assert read_jsonl(tmp_path / "bare.jsonl") == [row["hard_positive"] for row in rows[:9]]
 
 
+def test_a_language_model_that_cannot_be_reached_costs_no_finished_file(source, tmp_path):
+    """A restart sets the finished file aside, names it, and removes it when it is done."""
+    out = tmp_path / "out.jsonl"
+    rewrite(source, out, Stub(), limit=9)
+    finished = out.read_text()
+    with pytest.raises(CompvlError, match="before is .*out.jsonl.earlier"):
+        rewrite(source, out, Stub(0), resume=False)
+    earlier = tmp_path / "out.jsonl.earlier"
+    assert earlier.read_text() == finished
+    rewrite(source, out, Stub(), resume=False)
+    assert len(read_jsonl(out)) > 9
+    assert not list(tmp_path.glob("*.earlier"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(bare=True), "form: then 'jsonl', now 'bare'"),
+        (dict(key="text"), "key: then 'None', now 'text'"),
+        (dict(skip_bad=True), "skip_bad: then 'False', now 'True'"),
+    ],
+    ids=["form", "key", "skip_bad"],
+)
+def test_a_run_of_a_language_model_goes_on_only_as_it_began(source, tmp_path, options, message):
+    """Lines of another form, or from another column, are not written below those that are there."""
+    out = tmp_path / "out.jsonl"
+    rewrite(source, out, Stub(), limit=9)
+    before = out.read_text()
+    with pytest.raises(CompvlError, match=message):
+        rewrite(source, out, Stub(), **options)
+    assert out.read_text() == before
+
+
 def test_a_masked_model_proposes_replacements(texts, source, tmp_path):
     """The hard negatives of a masked language model differ from their captions."""
     out = tmp_path / "svlc.jsonl"

@@ -662,8 +662,27 @@ def test_a_part_that_was_asked_for_is_not_warned_of(tmp_path):
     """Neither items that were drawn, nor those that a correction leaves, nor the microworld."""
     write_swaps(tmp_path, 3)
     assert load_quietly("sugarcrepe-swap-obj", tmp_path, n=2).read_n is None
-    assert load_quietly("sugarcrepe-swap-obj", tmp_path, fidelity="corrected").read_n is None
+    entry = dict(
+        image_path="2.jpg",
+        true_caption="the red hat and the wet dog",
+        false_caption="the wet hat and the red dog",
+        attributes=["red", "wet"],
+        **dict(bbox_x=1, bbox_y=2, bbox_w=30, bbox_h=20),
+    )
+    write_json(tmp_path / "aro/visual_genome_attribution.json", [entry])
+    corrected = load_quietly("swap", tmp_path, fidelity="corrected")
+    assert corrected.read_n is None
+    assert corrected.fidelity == "corrected"
     assert load_quietly("sugarcrepe-swap-obj", n=2).read_n is None
+
+
+def test_a_benchmark_without_a_corrected_form_is_read_as_published(tmp_path):
+    """Its label says so, and a file that was cut off is warned of."""
+    write_swaps(tmp_path, 3)
+    with pytest.warns(CountWarning):
+        benchmark = load_benchmark("sugarcrepe-swap-obj", tmp_path, fidelity="corrected")
+    assert benchmark.fidelity == "published"
+    assert benchmark.read_n == 3
 
 
 def test_a_known_number_of_items_is_not_warned_of(tmp_path):

@@ -80,11 +80,14 @@ def _is_whole(table: pd.DataFrame) -> pd.Series:
     return (table.group == "all") | is_average
 
 
-def _shown(figures: pd.DataFrame, by_group: bool) -> list[tuple[str, str, str]]:
-    """Places of the figures in one of the two tables."""
+def _shown(evaluations: Sequence[Evaluated], by_group: bool) -> list[tuple[str, str, str]]:
+    """Places of the figures of any model in one of the two tables, by benchmark."""
+    figures = pd.concat([each.figures for each in evaluations], ignore_index=True)
     hidden = figures.metric.isin(_ABOUT) | figures.metric.isin(("mean_c", "mean_n", "mean_p"))
     rows = figures[~hidden & (_is_whole(figures) != by_group)]
-    return list(zip(rows.benchmark, rows.group, rows.metric, strict=True))
+    places = dict.fromkeys(zip(rows.benchmark, rows.group, rows.metric, strict=True))
+    names = list(dict.fromkeys(figures.benchmark))
+    return sorted(places, key=lambda place: names.index(place[0]))
 
 
 def _row_title(group: str, metric: str) -> str:
@@ -109,35 +112,35 @@ def _value(found: dict, place: tuple[str, str, str], with_ties: bool) -> Html:
     return cell
 
 
-def _counts(found: dict, place: tuple[str, str, str]) -> dict:
-    """The columns `n` and `coverage (%)` of a figure; dashes where it has none."""
-    row = found.get(place)
+def _counts(by_model: dict[str, dict], place: tuple[str, str, str]) -> dict:
+    """The columns `n` and `coverage (%)` of a figure, of the first model that has it."""
+    found = next(found for found in by_model.values() if place in found)
+    row = found[place]
     coverage = found.get((place[0], "all", "coverage"))
-    n = float("nan") if row is None else row.n
     return {
-        "n": "–" if pd.isna(n) else f"{n:,.0f}",
+        "n": "–" if pd.isna(row.n) else f"{row.n:,.0f}",
         "coverage (%)": "–" if coverage is None else format_cell(float(coverage.value)),
     }
 
 
 def figures_table(evaluations: Sequence[Evaluated], by_group: bool = False) -> str:
-    """Every figure with its 95 % interval, count, coverage and ties; '' if there is none.
+    """Every figure that any model has, with its 95 % interval, count, coverage and ties.
 
-    `by_group`: those of groups of items, instead of those of whole benchmarks.
+    '' if there is none. `by_group`: those of groups of items, instead of those of whole benchmarks.
     """
     by_model = {each.title: _by_place(each.figures) for each in evaluations}
-    first = next(iter(by_model.values()))
     is_one = len(by_model) == 1
-    places = _shown(evaluations[0].figures, by_group)
+    places = _shown(evaluations, by_group)
     rows = []
     for place in places:
         cells = {}
         for title, found in by_model.items():
             column = "value" if is_one else breakable(title)
             cells[column] = _value(found, place, with_ties=not is_one)
-        cells |= {name: Html(text) for name, text in _counts(first, place).items()}
+        cells |= {name: Html(text) for name, text in _counts(by_model, place).items()}
         if is_one:
-            ties = first.get((*place[:2], "ties"))
+            (found,) = by_model.values()
+            ties = found.get((*place[:2], "ties"))
             cells["ties"] = Html("–" if ties is None else f"{ties.value:.0f}")
         rows.append(cells)
     if not rows:

@@ -44,7 +44,13 @@ photographs(
     "aro-images",
     "ARO's photographs (part of Visual Genome)",
     ARO,
-    File("aro/images/", size=1_000_000_000, approx=True, also=("visual_genome/VG_100K/",)),
+    File(
+        "aro/images/",
+        size=1_000_000_000,
+        approx=True,
+        also=("visual_genome/VG_100K/", "visual_genome/VG_100K_2/"),
+        together=True,
+    ),
     licence="CC BY 4.0",
     steps="With gdown (from PyPI), in aro/ under the data root:  "
     "gdown 1qaPlrwhGNMrR3a11iopZUT_GPP_LrgP9 -O vgr_vga_images.zip ; unzip vgr_vga_images.zip . "

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from pathlib import Path
 
 from .columns import bad_line, csv_rows
@@ -80,17 +81,27 @@ def read_crepe(
     """A file of CREPE.
 
     Columns `image_id`, `x`, `y`, `width`, `height` (of the region, in pixels), `caption` and that
-    of the hard negatives. The image is `ImageRef(<image_id>.jpg, box)`. Raises `CompvlError` with
-    file and line where a column is missing or a value is wrong.
+    of the hard negatives. The image is `ImageRef(<image_id>.jpg, box)`. A row without hard
+    negatives makes no item; a warning counts those rows. Raises `CompvlError` with file and line
+    where a column is missing or a value is wrong.
     """
     items = []
+    without = 0  # rows that have no hard negatives
     for line, row in csv_rows(path, ("image_id", *_BOX, "caption", column)):
         foils = _hard_negatives(path, line, row, column)
         box = tuple(_number(path, line, row, side) for side in _BOX)
         image = ImageRef(f"{_number(path, line, row, 'image_id')}.jpg", box)
-        if foils:
-            key = f"{name}-{group.replace(', ', '-')}-{line}"
-            items.append(CaptionChoice(key, image, row["caption"], foils, group))
+        if not foils:
+            without += 1
+            continue
+        key = f"{name}-{group.replace(', ', '-')}-{line}"
+        items.append(CaptionChoice(key, image, row["caption"], foils, group))
+    if without:
+        warnings.warn(
+            f"{path}: {without:,} of {without + len(items):,} rows have no hard negatives under "
+            f"{column} and are left out; the released program counts them as right.",
+            stacklevel=2,
+        )
     return items
 
 # %% ../../nbs/lib/benchmarks/07j_crepe.ipynb #49f7a466

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from .columns import check_columns
 from .files import damaged, read_list
 from .registry import Request
-from ..core import CompvlError, read_jsonl, require, write_json
+from ..core import CompvlError, read_json, read_jsonl, require, write_json
 from ..images import StoredImage
 
 # %% auto #0
@@ -57,12 +57,11 @@ def resolved_commit(hub: HubTable) -> str:
     return found.sha
 
 
-def _download(hub: HubTable) -> tuple[Any, str]:
-    """(table, commit) of a data set. Raises `CompvlError` where it cannot be had."""
-    datasets = require("datasets", "hub")
+@contextmanager
+def _asking(hub: HubTable) -> Iterator[None]:
+    """Raises `CompvlError` with what to do where the hub does not give what is asked for."""
     try:
-        commit = resolved_commit(hub)
-        return datasets.load_dataset(hub.repo, split=hub.split, revision=commit), commit
+        yield
     except CompvlError:
         raise
     except Exception as error:  # of the network, of access rights, or of the repository
@@ -74,22 +73,48 @@ def _download(hub: HubTable) -> tuple[Any, str]:
         ) from error
 
 
+def _is_saved(hub: HubTable, root: Path, commit: str) -> bool:
+    """Whether the table of a commit is already saved under the data root."""
+    try:
+        about = read_json(root / hub.about)
+    except CompvlError:
+        return False
+    is_there = (root / hub.table / "dataset_info.json").exists()
+    return is_there and (about.get("repo"), about.get("commit")) == (hub.repo, commit)
+
+
+def _save(table: Any, place: Path, about: Path) -> None:
+    """Save a table in place of an earlier one, whose description `about` is removed."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        whole = Path(folder) / "table"
+        table.save_to_disk(str(whole))
+        about.unlink(missing_ok=True)
+        if place.exists():
+            os.replace(place, Path(folder) / "earlier")
+        os.replace(whole, place)
+
+
 def fetch_table(hub: HubTable, root: str | Path) -> Path:
     """Save a data set's split from the hub under a data root; the path of the saved table.
 
-    Beside it, `<split>.json` has the repository, the revision asked for and its commit. Raises
-    `CompvlError` where it cannot be fetched, and for a table without one of the columns.
+    Beside it, `<split>.json` has the repository, the revision asked for and its commit; where they
+    are those of the hub, nothing is fetched. Raises `CompvlError` where the hub cannot be reached,
+    and for a table without one of the columns.
     """
-    place = Path(root) / hub.table
-    table, commit = _download(hub)
+    datasets = require("datasets", "hub")
+    root = Path(root)
+    place = root / hub.table
+    with _asking(hub):
+        commit = resolved_commit(hub)
+    if _is_saved(hub, root, commit):
+        return place
+    with _asking(hub):
+        table = datasets.load_dataset(hub.repo, split=hub.split, revision=commit)
     check_columns(f"{hub.repo}@{commit}", table.column_names, hub.columns)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    whole = Path(tempfile.mkdtemp(dir=place.parent))
-    table.save_to_disk(str(whole))
-    shutil.rmtree(place, ignore_errors=True)
-    os.replace(whole, place)
+    _save(table, place, root / hub.about)
     asked = dict(repo=hub.repo, split=hub.split, revision=hub.revision, commit=commit)
-    write_json(Path(root) / hub.about, asked | dict(rows=len(table)))
+    write_json(root / hub.about, asked | dict(rows=len(table)))
     return place
 
 # %% ../../nbs/lib/benchmarks/03b_hub.ipynb #e1cd054b

@@ -223,7 +223,7 @@ def _warn_of_count(entry: Entry, request: Request, n: int) -> None:
 def load_benchmark(
     name: str,  # see `list_benchmarks`
     root: str | Path | None = None,  # folder of the released files; None: the microworld
-    fidelity: str = "published",  # or 'corrected'; in the microworld both are the same
+    fidelity: str = "published",  # or 'corrected': of REPLACE and SWAP from released files
     split: str | None = None,  # of the microworld: 'test' (default), 'val' or 'heldout'
     n: int | None = None,  # number of items; None: all, or as many as the microworld draws
     seed: int = 0,  # draws `n` items of released files, and the microworld's items
@@ -233,7 +233,8 @@ def load_benchmark(
 
     The scenes of the split `heldout` have combinations that no other split has
     (`compvl.benchmarks.synthetic.combinations.kept_out`). Of REPLACE's sources, `released` comes
-    before `vl-checklist`. Raises `CompvlError` for an unknown name, fidelity, split or source, and
+    before `vl-checklist`. A benchmark that has no corrected form (`Entry.corrected`) is read as
+    published, and says so. Raises `CompvlError` for an unknown name, fidelity, split or source, and
     for files that are missing, malformed or not aligned (with file and item). Warns
     (`CountWarning`) where released files that are read whole, as published, have another number of
     items than was published; `source` and `read_n` of the benchmark then say how many.
@@ -245,6 +246,7 @@ def load_benchmark(
         )
     entry = benchmark_info(name)
     pick(fidelity, FIDELITIES, "fidelity")
+    fidelity = fidelity if entry.corrected else "published"
     if n is not None and n < 1:
         raise CompvlError(f"n={n}: a benchmark needs at least one item.")
     folder = None if root is None else Path(root).expanduser()

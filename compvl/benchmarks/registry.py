@@ -90,6 +90,7 @@ class Entry:
     known_n: tuple[int, ...] = ()  # other numbers of items that its whole files are known to have
     datasets: tuple[str, ...] = ()  # names in `compvl.downloads` of the files that it needs
     sources: tuple[str, ...] = ()  # names for `load_benchmark(source=…)` with a root
+    corrected: bool = False  # whether its loader knows the fidelity 'corrected'
     places: tuple[str, ...] = ()  # folders under the root where its images may be
     parts: int = 1  # groups of its counterpart that are reported apart; 1: it is one
     doc: str = ""  # what it is

@@ -190,6 +190,7 @@ def _load_replace(request: Request) -> Loaded:
 
 _ABOUT = dict(
     sources=("released", "vl-checklist"),
+    corrected=True,
     datasets=("hard-positives", "vl-checklist", "visual-genome"),
     places=VG_PLACES,
 )

@@ -5,10 +5,11 @@
 # %% ../../nbs/lib/benchmarks/07k_squares.ipynb #bfdc4a73
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import damaged, entry_field
+from .files import entry_field
 from .items import Square
 from ..images import StoredImage
 
@@ -56,15 +57,24 @@ def squares_of_rows(
 ) -> list[Square]:
     """The squares of a table's rows.
 
-    Raises `CompvlError` with the path and the row (counted from 0) where a column is missing or
-    empty, and where both images, or both captions, are the same.
+    Rows whose two images, or whose two captions, are the same stay, and tie with themselves; a
+    warning counts them. Raises `CompvlError` with the path and the row (counted from 0) where a
+    column is missing or empty.
     """
     squares = []
+    tied = []  # rows in which no model can be right
     for i, row in enumerate(rows):
         images = [_image(path, i, row, column) for column in columns.images]
         texts = [entry_field(path, i, row, column) for column in columns.texts]
         if images[0] == images[1] or texts[0] == texts[1]:
-            raise damaged(path, i, "the two images, or the two captions, are the same")
+            tied.append(i)
         images = [folder + image if isinstance(image, str) else image for image in images]
         squares.append(Square(f"{name}-{i:05d}", *images, *texts))
+    if tied:
+        warnings.warn(
+            f"{path}: the two images, or the two captions, are the same in {len(tied)} of "
+            f"{len(rows):,} rows, the first of them item {tied[0]}. They stay, and no model is "
+            "right in them.",
+            stacklevel=2,
+        )
     return squares

@@ -53,7 +53,14 @@ def build_swap(
     return items
 
 # %% ../../nbs/lib/benchmarks/06d_swap.ipynb #1aa7d891
-@register("swap", "triplet", published_n=28_748, datasets=("aro", "aro-images"), places=VG_PLACES)
+@register(
+    "swap",
+    "triplet",
+    published_n=28_748,
+    corrected=True,
+    datasets=("aro", "aro-images"),
+    places=VG_PLACES,
+)
 def _swap(request: Request) -> Loaded:
     """SWAP: the two attribute-object pairs in the other order, foil with exchanged attributes
     (Kamath et al., ECCV 2024; ARO)."""

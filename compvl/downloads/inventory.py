@@ -47,6 +47,27 @@ def _problem(file: File, path: Path, count: int, size: int, verify: bool, progre
     return f"{file.path} {difference}" if difference else ""
 
 
+def _state_elsewhere(file: File, root: Path, verify: bool, progress: bool) -> FileState | None:
+    """The state of a file at one of its other places; None where it is at none of them.
+
+    A file of another name is another form of the data, of which no size or checksum is known."""
+    found = {place: extent(root / place) for place in file.also}
+    there = [place for place, (count, _) in found.items() if count]
+    if not there:
+        return None
+    missing = [place for place in file.also if place not in there]
+    if file.together and missing:
+        problem = f"{', '.join(there)} is there without {', '.join(missing)}"
+        return FileState("incomplete", problem, sum(size for _, size in found.values()))
+    count, size = found[there[0]]
+    problem = ""
+    if file.is_folder or Path(there[0]).name == Path(file.path).name:
+        problem = _problem(file, root / there[0], count, size, verify, progress)
+    if problem:
+        return FileState("incomplete", f"at {there[0]}: {problem}", size)
+    return FileState("present", "", size)
+
+
 def _download_state(file: File, target: Path) -> FileState:
     """The state of a file that is not at its place: its download may have begun at `target`."""
     part = target.with_name(target.name + ".part")
@@ -70,10 +91,9 @@ def file_state(
     """The state of one file of a data set."""
     path = root / file.path
     if not path.exists():
-        for place in file.also:
-            count, size = extent(root / place)
-            if count:
-                return FileState("present", "", size)
+        elsewhere = _state_elsewhere(file, root, verify, progress)
+        if elsewhere is not None:
+            return elsewhere
     count, size = extent(path)
     if file.unpack and unpacking_folder(file.archive, root / file.unpack).exists():
         return FileState("incomplete", f"unpacking {file.archive} was interrupted", size)

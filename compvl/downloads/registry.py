@@ -41,6 +41,7 @@ class File:
     approx: bool = False  # whether `size` is only roughly known
     count: int | None = None  # number of files in the complete folder, at any depth
     also: tuple[str, ...] = ()  # other places under the root where the file may be
+    together: bool = False  # whether the places of `also` make up the folder only together
 
     def __post_init__(self):
         for path in (self.path, self.unpack or ".", *self.also):

@@ -18,14 +18,19 @@ from ..core import CompvlError, atomic_write, config_hash, read_csv, read_json, 
 from ..images import image_key
 
 # %% ../../nbs/lib/evaluate/09_kept.ipynb #9b93e061
-@lru_cache
-def _code_digest() -> str:
-    """A hash of the code that a score depends on, beside weights and items."""
-    paths = [Path(find_spec(f"compvl.{name}").origin) for name in ("metrics", "stats")]
+def _code_files() -> list[Path]:
+    """The code that a score depends on, beside weights and items."""
+    paths = [Path(find_spec(f"compvl.{name}").origin) for name in ("images", "metrics", "stats")]
     for room in ("evaluate", "microworld", "models"):
         folder = Path(find_spec(f"compvl.{room}").origin).parent
         paths += sorted(folder.rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    return paths
+
+
+@lru_cache
+def _code_digest() -> str:
+    """A hash of that code."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in _code_files())).hexdigest()
 
 
 def _item_identity(item) -> list:

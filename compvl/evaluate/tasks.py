@@ -164,13 +164,12 @@ def _shared(items, field: str) -> list[str]:
     return [getattr(item, field, "") for item in items]
 
 
-def _all_right(right: pd.Series, names: pd.Series) -> pd.Series:
+def _all_right(right: pd.Series, names: pd.Series, size: int) -> pd.Series:
     """Whether all items of one name are right: bool, one value a name, at its first item.
 
-    Names with fewer items than others, whose images are missing, are left out."""
+    Names of fewer than `size` items, the others of which were not scored, are left out."""
     named = names[names != ""]
-    size = named.groupby(named).transform("size")
-    whole = named[size == size.max()]
+    whole = named[named.groupby(named).transform("size") == size]
     all_right = right[whole.index].groupby(whole).transform("all")
     return all_right[~whole.duplicated()]
 
@@ -179,7 +178,7 @@ class CaptionChoiceTask(Task):
     """The caption should score higher than each of its foils."""
 
     columns = ("s_c", "s_foil", "rank", "foils")  # `s_foil`: the highest score of a foil
-    together = ("pair", "set")  # further columns, where items have them
+    together = {"pair": 2, "set": 4}  # further columns, where items have them: items that share one
 
     def score(self, benchmark, scorer):
         foils = _values(benchmark, "foils")
@@ -210,12 +209,15 @@ class CaptionChoiceTask(Task):
         outcomes = _as_series(table, pair_outcomes(table.s_c, table.s_foil))
         outcomes["accuracy_ties_right"] = table.s_c >= table.s_foil
         for k in (1, 3, 5, 10):
-            if k < table.foils.max():
+            if k <= table.foils.max():
                 outcomes[f"recall@{k}"] = table["rank"] < k
         outcomes["mean_rank"] = table["rank"] + 1.0
-        for name in self.together:
-            if name in table:
-                outcomes[f"{name}_accuracy"] = _all_right(outcomes["accuracy"], table[name])
+        for name, size in self.together.items():
+            if name not in table:
+                continue
+            all_right = _all_right(outcomes["accuracy"], table[name], size)
+            if len(all_right):
+                outcomes[f"{name}_accuracy"] = all_right
         return outcomes
 
     def margin(self, table):

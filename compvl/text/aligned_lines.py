@@ -77,6 +77,11 @@ def _whole_lines(path: Path, stop: Callable[[bytes], bool] | None = None) -> int
     return n
 
 
+def _earlier(path: Path) -> Path:
+    """Where a file is while a new run writes in its place."""
+    return path.with_name(path.name + ".earlier")
+
+
 def _dumps(value) -> str:
     """JSON in which half a surrogate pair becomes its escape."""
     text = json.dumps(value, ensure_ascii=False)
@@ -106,7 +111,7 @@ class AlignedLines:
         settings: dict,  # of the run, as JSON
         record: Callable[[tuple, Rewrite], Any],  # the JSON value of a line
         rejected=None,  # gets the answers that did not count; default OUT.rejected.jsonl
-        resume: bool = True,  # False: remove what is there
+        resume: bool = True,  # False: begin anew, and set aside what is there until that is done
     ):
         self.out = Path(out)
         self.settings = json.loads(json.dumps(settings))
@@ -114,6 +119,7 @@ class AlignedLines:
         self.resume = resume
         self.rejected = Path(rejected or self.out.with_suffix(".rejected.jsonl"))
         self.journal = self.out.with_name(self.out.name + ".journal")
+        self.earlier = _earlier(self.out)  # what was there when a run began anew
         self.taken = 0  # rows
         self.written = 0  # lines of `out`
         self.marked = 0  # lines of `out` that the journal promises
@@ -136,8 +142,7 @@ class AlignedLines:
             ) from None
         try:
             if not self.resume:
-                for path in (self.out, self.rejected, self.journal):
-                    path.unlink(missing_ok=True)
+                self._set_aside()
             self._recover()
             self._out = open(self.out, "a", encoding="utf-8")
             self._rejected = open(self.rejected, "a", encoding="utf-8")
@@ -155,10 +160,26 @@ class AlignedLines:
             if kind is None or issubclass(kind, CompvlError):
                 self._write()
                 self._compact()
+            if kind is None:
+                for path in self._files():
+                    _earlier(path).unlink(missing_ok=True)
         finally:
             for file in (self._out, self._rejected, self._journal):
                 file.close()
             self._lock.release()
+
+    def _files(self) -> tuple[Path, ...]:
+        """The files of the run."""
+        return self.out, self.rejected, self.journal
+
+    def _set_aside(self):
+        """Rename what is there; where something is set aside already, remove what is there."""
+        is_done = self.earlier.exists()
+        for path in self._files():
+            if is_done:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                os.replace(path, _earlier(path))
 
     def _recover(self):
         """Read the journal, and cut off what a kill left incomplete."""

@@ -134,9 +134,11 @@ def generate(
     *,
     attempts: int = 1,  # requests for a caption whose answers are rejected
     record: Callable[[tuple, Rewrite], Any] | None = None,  # another JSON value for a line
+    form: dict
+    | None = None,  # settings of `record` and of the rows, which a resumed run must share
     window: int = 8192,  # rows read beyond the first that has no answer, at most
     total: int | None = None,  # number of rows, for the progress bar
-    resume: bool = True,  # False begins anew
+    resume: bool = True,  # False begins anew; OUT.earlier is what was there, until that is done
     progress: bool = True,
 ) -> Counts:
     """Let `client` rewrite every caption of `rows` to which `kind` applies.
@@ -148,10 +150,12 @@ def generate(
     The same call resumes a run that was stopped or killed, and repeats only the requests that were
     in flight; with more rows after the same ones it goes on. `OUT.journal` belongs to the run.
 
-    Raises `CompvlError` if `out` was begun with another model, prompt or input, and `Unanswered` if
-    the model cannot be reached. Ctrl-C leaves a run that can be resumed, and a message about it."""
+    Raises `CompvlError` if `out` was begun with another model, prompt, form or input, and
+    `Unanswered` if the model cannot be reached. Ctrl-C leaves a run that can be resumed, and a
+    message about it."""
     kind = as_kind(kind)
     settings = dict(kind=kind.name, prompt=kind.prompt, attempts=attempts, model=client.identity)
+    settings |= form or {}
     lines = AlignedLines(out, settings, record or _record_of(kind), rejected, resume)
     if not total:
         total = len(rows) if hasattr(rows, "__len__") else None
@@ -172,6 +176,8 @@ def generate(
         kept = (
             f"{lines.answered:,} captions of {out} are done: the same command goes on from there."
         )
+        if lines.earlier.exists():
+            kept += f" The file that was there before is {lines.earlier}."
         if isinstance(error, Unanswered):
             raise Unanswered(f"{error} {kept}") from None
         print(f"\nStopped. {kept}", file=sys.stderr)

@@ -88,6 +88,7 @@ def write_by_language_model(
         operator,
         path,
         record=line,
+        form=dict(form=form, key=source.key, skip_bad=source.skip_bad),
         attempts=attempts,
         total=total,
         resume=resume,

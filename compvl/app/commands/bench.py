@@ -5,13 +5,14 @@
 # %% ../../../nbs/lib/app/commands/07_bench.ipynb #33eb914a
 from __future__ import annotations
 
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from .options import parse_settings
-from ...core import pick, write_json
+from .options import check_output, parse_settings
+from ...core import CompvlError, pick, write_json
 
 # %% auto #0
 __all__ = ['BENCH_EXAMPLE', 'bench_command']
@@ -42,10 +43,17 @@ asked for is missed."""
     from compvl.app.speed import BENCHES, run_bench
 
     names = [pick(name, BENCHES, "benchmark program")] if name else list(BENCHES)
-    known = {}  # names of all options, in the order of the programs
-    for each in names:
-        known |= inspect.signature(BENCHES[each]).parameters
-    results = [run_bench(each, **parse_settings(settings or [], list(known))) for each in names]
+    known = {each: list(inspect.signature(BENCHES[each]).parameters) for each in names}
+    options = parse_settings(settings or [], list(dict.fromkeys(chain(*known.values()))))
+    for each, option in product(names, options):
+        if option not in known[each]:
+            raise CompvlError(
+                f"--set {option}: the program {each} has no such option; name the program that it "
+                "is for."
+            )
+    if json_file:
+        check_output("--json", json_file)
+    results = [run_bench(each, **options) for each in names]
     if json_file:
         write_json(json_file, results[0] if name else results)
     if not all(result.get("met", True) for result in results):

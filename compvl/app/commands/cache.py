@@ -43,7 +43,7 @@ CACHE_EXAMPLE = "Example:  [bold]compvl data cache --clear embeddings[/]"
 def cache_command(
     clear: Annotated[
         Optional[str],
-        typer.Option(metavar="PART", help="Remove embeddings, scores, images or all."),
+        typer.Option(metavar="PART", help=f"Remove {', '.join(_PARTS)} or all."),
     ] = None,
     cache: Annotated[
         Optional[Path],

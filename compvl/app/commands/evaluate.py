@@ -22,8 +22,8 @@ from compvl.app.checkpoints import (
     read_checkpoints,
     with_weights,
 )
-from .options import print_json, print_table
-from ...core import atomic_write
+from .options import check_output, print_json, print_table
+from ...core import CompvlError, atomic_write
 
 # %% auto #0
 __all__ = ['EVALUATE_EXAMPLES', 'evaluate_command']
@@ -96,11 +96,37 @@ def _write_csv(df, path: Path) -> None:
         df.to_csv(tmp, index=False)
 
 
+def _folder_name(model: str) -> str:
+    """The folder of a model's items: its name, with a hyphen for what paths may not have."""
+    return re.sub(r"[^\w.-]+", "-", model)
+
+
+def _check_outputs(
+    checkpoints: list[Checkpoint], csv: Path | None, report: Path | None, items: Path | None
+) -> None:
+    """Raise `CompvlError` where the files that are asked for could not be written at the end."""
+    for option, path in (("--csv", csv), ("--report", report)):
+        if path:
+            check_output(option, path)
+    if not items:
+        return
+    check_output("--items", items, is_folder=True)
+    titles = {}
+    for checkpoint in checkpoints:
+        other = titles.setdefault(_folder_name(checkpoint.title), checkpoint.title)
+        if other != checkpoint.title:
+            raise CompvlError(
+                f"The items of {other!r} and {checkpoint.title!r} would be written to the same "
+                f"folder, {items / _folder_name(other)}: give one of them another label "
+                "(--model LABEL=NAME:WEIGHTS)."
+            )
+
+
 def _write_items(folder: Path, model: str, benchmarks: list, scores: dict) -> None:
     """Write a table of items for each benchmark, in a folder with the name of the model."""
     from compvl.evaluate.failures import item_table
 
-    model_folder = folder / re.sub(r"[^\w.-]+", "-", model)
+    model_folder = folder / _folder_name(model)
     for benchmark in benchmarks:
         table = item_table(benchmark, scores[benchmark.name])
         _write_csv(table, model_folder / f"{benchmark.name}.csv")
@@ -229,7 +255,13 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
             help="Folder of the released files; without it, the microworld.",
         ),
     ] = None,
-    fidelity: Annotated[str, typer.Option(help="published | corrected")] = "published",
+    fidelity: Annotated[
+        str,
+        typer.Option(
+            help="published | corrected: broken items are mended or left out, of those benchmarks "
+            "that have such a form (REPLACE and SWAP from released files)."
+        ),
+    ] = "published",
     source: Annotated[
         Optional[str],
         typer.Option(help="Which of several kinds of files, where a benchmark has them."),
@@ -247,7 +279,7 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
         ),
     ] = False,
     device: Annotated[Optional[str], typer.Option(help="cpu, cuda, …")] = None,
-    batch_size: Annotated[Optional[int], typer.Option(help="Images a batch.")] = None,
+    batch_size: Annotated[Optional[int], typer.Option(min=1, help="Images a batch.")] = None,
     cache: Annotated[
         Optional[Path],
         typer.Option(
@@ -296,6 +328,7 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
 side by side with paired differences. Under `accelerate launch` the processes share the work."""
     # Longer than 40 lines: one argument of the evaluation a line.
     checkpoints = _checkpoints(model or [], models, pretrained, activation)
+    _check_outputs(checkpoints, csv, report, items)
     from compvl.benchmarks.loading import load_benchmarks
 
     benchmarks = load_benchmarks(

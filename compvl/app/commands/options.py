@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -14,7 +15,7 @@ import typer
 from ...core import CompvlError
 
 # %% auto #0
-__all__ = ['DataRoot', 'TableAsJson', 'SummaryAsJson', 'parse_settings', 'print_json', 'print_table']
+__all__ = ['DataRoot', 'TableAsJson', 'SummaryAsJson', 'parse_settings', 'check_output', 'print_json', 'print_table']
 
 # %% ../../../nbs/lib/app/commands/01_options.ipynb #ca9a9695
 DataRoot = Annotated[
@@ -51,6 +52,20 @@ def parse_settings(pairs: list[str], fields: list[str]) -> dict:
         else:
             settings[field] = value
     return settings
+
+# %% ../../../nbs/lib/app/commands/01_options.ipynb #6523e29c
+def check_output(option: str, path: Path, is_folder: bool = False) -> None:
+    """Raise `CompvlError` where a file, or files in a folder, cannot be written at a path.
+
+    `option`: its name, for the message. Nothing is made."""
+    if os.path.isdir(path) and not is_folder:
+        raise CompvlError(f"{option} {path} is a folder: name a file.")
+    folder = path.absolute() if is_folder else path.absolute().parent
+    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    if not there.is_dir():
+        raise CompvlError(f"{option} {path} cannot be written: {there} is no folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise CompvlError(f"{option} {path} cannot be written: {there} is not writable.")
 
 # %% ../../../nbs/lib/app/commands/01_options.ipynb #0928c4e3
 def print_json(value) -> None:

@@ -11,18 +11,47 @@ from typing import Annotated, Any, Optional
 import typer
 
 from .options import SummaryAsJson, print_json
+from ...core import CompvlError
 
 # %% auto #0
 __all__ = ['PERTURB_EXAMPLES', 'perturb_command']
 
 # %% ../../../nbs/lib/app/commands/06_perturb.ipynb #93956115
+_OF_RULES = ("seed", "parser", "workers", "as_published")
+_OPTIONS = {  # what a method works with: the options that it can use, of those checked here
+    "rules": _OF_RULES,
+    "a masked language model": ("seed", "parser", "as_published", "device"),
+    "a language model that is loaded here": ("device", "attempts"),
+    "a language model at an endpoint": ("endpoint", "key_env", "concurrency", "rpm", "attempts"),
+}
+
+
+def _check_options(method: str, **options) -> None:
+    """Raise `CompvlError` for an option that the method cannot use; None, False: not given."""
+    from compvl.text.lm_hard_positives import LM_METHODS
+
+    works_with = "a masked language model" if method == "svlc-lm" else "rules"
+    if method in LM_METHODS:
+        is_served = options["endpoint"] is not None
+        works_with = f"a language model {'at an endpoint' if is_served else 'that is loaded here'}"
+    usable = _OPTIONS[works_with]
+    for name, value in options.items():
+        is_given = value is not None and value is not False
+        if is_given and name not in usable:
+            could = " ".join(f"--{each.replace('_', '-')}" for each in usable)
+            raise CompvlError(
+                f"--{name.replace('_', '-')} has no use in the method {method}, which works with "
+                f"{works_with}: leave it out. Such a method can use {could}."
+            )
+
+
 def _language_model(
     method: str, model: str | None, endpoint: str | None, **options
 ) -> tuple[Any, Any]:
     """The client and the masked language model that a method uses, each None if it needs none.
 
-    `options`: `key_env`, `concurrency`, `rpm` and `device`, each None if not given. The pipeline
-    checks whether the method can use them.
+    `options`: `key_env`, `concurrency`, `rpm` and `device`, each None if not given, and checked.
+    The pipeline checks whether the method can use a model.
     """
     from compvl.text.lm_hard_positives import LM_METHODS
 
@@ -48,7 +77,8 @@ PERTURB_EXAMPLES = (
     "crepe-swap, crepe-replace, crepe-negate, "
     "negclip, svlc-rules, and svlc-lm, which asks a masked language model.\n\n"
     "Methods of --kind hp: rules, replace, swap, inverse, predicate, frame, and lm-replace, "
-    "lm-swap, which ask a language model with the prompts of Kamath et al. (2024)."
+    "lm-swap, which ask a language model with the instructions of Kamath et al. (2024); the five "
+    "examples in the prompt of lm-swap are compvl's own."
 )
 
 # %% ../../../nbs/lib/app/commands/06_perturb.ipynb #e60a7625
@@ -83,7 +113,9 @@ def perturb_command(  # noqa: PLR0913  one argument an option
             "positives.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of every draw.")] = 0,
+    seed: Annotated[
+        Optional[int], typer.Option(help="Seed of every draw; 0 where not given.")
+    ] = None,
     as_published: Annotated[
         bool,
         typer.Option(
@@ -99,7 +131,9 @@ def perturb_command(  # noqa: PLR0913  one argument an option
             "parser."
         ),
     ] = None,
-    limit: Annotated[Optional[int], typer.Option(help="Only the first so many captions.")] = None,
+    limit: Annotated[
+        Optional[int], typer.Option(min=1, help="Only the first so many captions.")
+    ] = None,
     skip_bad: Annotated[
         bool,
         typer.Option(
@@ -109,7 +143,9 @@ def perturb_command(  # noqa: PLR0913  one argument an option
     ] = False,
     workers: Annotated[
         Optional[int],
-        typer.Option(help="Processes; as many as cores where not given, 0 for none but this one."),
+        typer.Option(
+            min=0, help="Processes; as many as cores where not given, 0 for none but this one."
+        ),
     ] = None,
     model: Annotated[
         Optional[str],
@@ -133,15 +169,20 @@ def perturb_command(  # noqa: PLR0913  one argument an option
         ),
     ] = None,
     concurrency: Annotated[
-        Optional[int], typer.Option(help="Requests in flight at once; 32 where not given.")
+        Optional[int], typer.Option(min=1, help="Requests in flight at once; 32 where not given.")
     ] = None,
     rpm: Annotated[Optional[float], typer.Option(help="Requests a minute at most.")] = None,
     device: Annotated[
         Optional[str], typer.Option(help="cpu, cuda, … for a model that is loaded here.")
     ] = None,
     attempts: Annotated[
-        int, typer.Option(help="How often a caption is asked about whose answer does not count.")
-    ] = 1,
+        Optional[int],
+        typer.Option(
+            min=1,
+            help="How often a language model is asked about a caption whose answer does not "
+            "count; once where not given.",
+        ),
+    ] = None,
     restart: Annotated[
         bool,
         typer.Option(
@@ -160,6 +201,16 @@ and resumable. Exit status 130 after Ctrl-C."""
     from compvl.text.pipeline import perturb_file
 
     options = dict(key_env=key_env, concurrency=concurrency, rpm=rpm, device=device)
+    _check_options(
+        method,
+        endpoint=endpoint,
+        **options,
+        seed=seed,
+        parser=parser,
+        workers=workers,
+        as_published=as_published,
+        attempts=attempts,
+    )
     client, unmasker = _language_model(method, model, endpoint, **options)
     try:
         summary = perturb_file(
@@ -169,13 +220,13 @@ and resumable. Exit status 130 after Ctrl-C."""
             dst,
             key=key,
             bare=bare,
-            seed=seed,
+            seed=seed or 0,
             sound=not as_published,
             parser=parser,
             limit=limit,
             skip_bad=skip_bad,
             workers=workers,
-            attempts=attempts,
+            attempts=attempts or 1,
             resume=not restart,
             client=client,
             unmasker=unmasker,
