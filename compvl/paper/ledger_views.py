@@ -141,12 +141,14 @@ difference is that from CLIP. Notebook: the one that evaluates the statement, be
 all that a statement compares are finished.""".replace("\n", " ")
 
 
-def _by_number(ledger: pd.DataFrame) -> pd.DataFrame:
-    """The statements of each paper in the order of their numbers; the papers keep their order."""
-    number = ledger.id.str.extract(r"(\d+)$", expand=False).astype(int)
-    papers = pd.Categorical(ledger.paper, ledger.paper.unique())
-    order = pd.DataFrame(dict(paper=papers, number=number), index=ledger.index)
-    return ledger.loc[order.sort_values(["paper", "number"]).index]
+def _by_number(ledger: pd.DataFrame) -> list:
+    """The rows of each paper in the order of their numbers; the papers keep their order."""
+    papers = ledger.paper.unique().tolist()
+
+    def place(row) -> tuple[int, int]:
+        return papers.index(row.paper), int(re.search(r"\d+$", row.id)[0])
+
+    return sorted(ledger.itertuples(), key=place)
 
 
 def ledger_table(
@@ -161,7 +163,7 @@ def ledger_table(
 
     notebooks = statement_notebooks()
     verdicts = {} if later is None else dict(zip(later.id, later.verdict, strict=True))
-    cells = [_shown(row, verdicts, notebooks, folder) for row in _by_number(ledger).itertuples()]
+    cells = [_shown(row, verdicts, notebooks, folder) for row in _by_number(ledger)]
     shown = pd.DataFrame(cells)
     if not verdicts:
         shown = shown.drop(columns="after longer training")

@@ -21,7 +21,7 @@ from compvl.paper.columns import (
 )
 from .estimates import interval_table
 from .evidence import CLAIM_VERDICTS, Store
-from .ledger import STATEMENTS, evaluate_statement
+from .ledger import STATEMENTS, judged
 from .loading import CAE_BENCHMARKS, TRIPLET_BENCHMARKS
 from .rows import ROWS, Row
 from .statements import Contrast, Statement
@@ -82,14 +82,7 @@ def contrasted_rows(tests: Sequence[Contrast]) -> list[Row]:
 # %% ../../nbs/lib/paper/21d_longer.ipynb #c27b53ec
 def judged_statements(store: Store) -> list[Statement]:
     """The effects of which all tests have data in the stored tables."""
-    found = []
-    for statement in STATEMENTS.values():
-        if statement.kind != "effect":
-            continue
-        evaluated = evaluate_statement(statement, store, strict=False)
-        if evaluated.is_complete:
-            found.append(statement)
-    return found
+    return [statement for statement in STATEMENTS.values() if judged(statement, store)]
 
 
 def _seed_range(seeds: pd.Series) -> str:

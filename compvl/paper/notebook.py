@@ -23,6 +23,7 @@ from compvl.paper.ledger import (
     STATEMENTS,
     Evaluation,
     evaluate_statement,
+    judged,
     measured_text,
     published_text,
 )
@@ -76,8 +77,8 @@ LONGER = "micro-full"  # the profile whose verdicts stand beside those of shorte
 
 def _longer_cell(id: str, store: Store) -> str:
     """The figures and the verdict of an effect in the store of `LONGER`; '' without them."""
-    found = evaluate_statement(id, store, strict=False)
-    if found.statement.kind != "effect" or not found.is_complete:
+    found = judged(id, store)
+    if found is None:
         return ""
     return f"{measured_text(found.tests, found.statement.unit)}: {found.verdict}"
 
