@@ -54,6 +54,8 @@ _FIXED_PHRASES = [
     r"thin crust",
     r"long boards?",
     r"running shoes?",
+    r"wet suits?",
+    r"fast food",
     r"(?:cutting|surf|skate|snow|boogie|ironing|dry erase|white|black) ?boards?",
     r"rocking (?:chair|horse)s?",
     r"(?:swimming|sleeping|parking|shopping|dining|living|sitting|waiting|dressing|changing"
