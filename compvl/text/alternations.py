@@ -9,7 +9,7 @@ __all__ = ['invert_relation', 'move_adjective', 'frame_existence']
 import random
 import re
 
-from .inflection import lemma
+from .inflection import is_plural, lemma
 from .lexicon import Words
 from .operators import Perturbed, Refused
 from .parsed import Attribute, Object, Parse, Relation
@@ -258,6 +258,9 @@ _BEHIND_PARTICIPLES = PLACE_PREPOSITIONS | {"with", "up", "of", "to", "next", "f
 def _is_indefinite(phrases: Phrases, i: int) -> bool:
     """Whether noun phrase `i` is indefinite, and complete without a further article."""
     o = phrases.parsed.objects[i]
+    quantifier = phrases.quantifier(i)
+    if quantifier is not None and not o.det and not is_plural(quantifier.text.split()[0]):
+        return False  # "group of children"
     is_complete = o.det or phrases.is_counted(i) or phrases.is_many(i)
     return bool(is_complete) and o.det.lower() not in _DEFINITE
 
