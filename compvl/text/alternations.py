@@ -9,7 +9,7 @@ __all__ = ['invert_relation', 'move_adjective', 'frame_existence']
 import random
 import re
 
-from .inflection import lemma
+from .inflection import is_plural, lemma
 from .lexicon import Words
 from .operators import Perturbed, Refused
 from .parsed import Attribute, Object, Parse, Relation
@@ -37,6 +37,8 @@ _OPENING = re.compile(
 _CLOSING = re.compile(r"(?: in the picture)?[\s.!]*$", re.IGNORECASE)
 
 _OTHER_NUMBER = {"is": "are", "are": "is", "was": "were", "were": "was"}
+
+_DEFINITE = frozenset("the this that these those his her their its my your our each every".split())
 
 # Nouns that name no thing of their own.
 _PARTS = PICTURES | {"top", "side", "edge", "end"}
@@ -71,18 +73,23 @@ def _is_whole_caption(phrases: Phrases, x: int, z: int) -> bool:
     end = phrases.span(z)[1]
     if not _PARTS.isdisjoint(head(phrases.parsed.objects[i]) for i in (x, z)):
         return False
-    if _OPENING.match(phrases.text).end() != start or not _CLOSING.match(phrases.text, end):
+    opening = _OPENING.match(phrases.text)
+    if opening.end() != start or not _CLOSING.match(phrases.text, end):
         return False
+    is_definite = [phrases.parsed.objects[i].det.lower() in _DEFINITE for i in (x, z)]
+    if "there" in opening[0].lower() and is_definite == [False, True]:
+        return False  # "there is a couch behind the table"
     return not phrases.refers_back(z)
 
 
 def _agreeing_copulas(phrases: Phrases, x: int, z: int) -> list[Edit]:
-    """Edits that put *is* and *are* outside of noun phrases `x` and `z` into the other number."""
+    """Edits that put *is* and *are* outside of noun phrases `x` and `z` into the number of `z`."""
+    wrong = ("is", "was") if phrases.parsed.objects[z].plural else ("are", "were")
     edits = []
     for token in phrases.parsed.tokens:
         inside = any(start <= token.start < end for start, end in map(phrases.span, (x, z)))
         word = token.text.lower()
-        if word in _OTHER_NUMBER and not inside:
+        if word in wrong and not inside:
             edits.append(Edit(token.start, token.end, _OTHER_NUMBER[word]))
     return edits
 
@@ -112,9 +119,8 @@ def invert_relation(
             Edit(*phrases.span(x), caption[slice(*phrases.span(z))]),
             Edit(relation.start, relation.end, inverse),
             Edit(*phrases.span(z), within_sentence(parsed, *phrases.span(x))),
+            *_agreeing_copulas(phrases, x, z),
         ]
-        if parsed.objects[x].plural != parsed.objects[z].plural:
-            edits += _agreeing_copulas(phrases, x, z)
         return edited(parsed, "inverse", "relation", *edits)
     raise Refused("more than a relation" if has_inverse else "no relation with an inverse", caption)
 
@@ -124,11 +130,24 @@ _THAT_IS = re.compile(r"\s+(?:that|which|who)\s+(?:is|are)\s+", re.IGNORECASE)
 # Prepositions that would seem to go with the adjective (*a man that is old with a hat*).
 _ATTACHING = frozenset("on in of with at by".split())
 
+# Adjectives that compare or classify: they stand before a noun only.
+_ONLY_BEFORE = frozenset(
+    "different same assorted various public adult residential commercial".split()
+)
+
+
+def _is_name(phrases: Phrases, adjective: Attribute) -> bool:
+    """Whether an adjective begins with a capital within the caption (*the Blue Angels*)."""
+    opens_caption = phrases.token_at.get(adjective.start) == 0
+    return adjective.text[0].isupper() and not opens_caption and not phrases.text.isupper()
+
 
 def _may_move(phrases: Phrases, adjective: Attribute, fixed: FixedPhrases) -> bool:
     """Whether an adjective, of which the lexicon knows the family, can stand by itself."""
     i = adjective.object
-    if i is None or fixed.touch(adjective):
+    if i is None or fixed.touch(adjective) or _is_name(phrases, adjective):
+        return False
+    if adjective.text.lower() in _ONLY_BEFORE:
         return False
     words = phrases.words
     family = words.family(adjective.text, "attribute")
@@ -178,6 +197,8 @@ def _moved_behind(phrases: Phrases, adjective: Attribute) -> Edit | None:
         return None
     end = o.phrase[1]
     noun = phrases.text[adjective.end : end].lstrip()
+    if "of" in noun.lower().split():  # "different kinds of fruit"
+        return None
     pronoun = "who" if phrases.family(adjective.object) == "person" else "that"
     copula = "are" if o.plural else "is"
     text = within_sentence(phrases.parsed, adjective.start, adjective.end)
@@ -228,7 +249,6 @@ def move_adjective(
     return edited(parsed, "predicate", "attribute", rng.choice(edits))
 
 # %% ../../nbs/lib/text/08d_alternations.ipynb #8fdc63de
-_DEFINITE = frozenset("the this that these those his her their its my your our each every".split())
 _THERE_IS = re.compile(r"\s*there (?:is|are) (?!no\b|not\b|also\b)", re.IGNORECASE)
 
 # Words behind a participle that show that it is no finite verb.
@@ -238,6 +258,9 @@ _BEHIND_PARTICIPLES = PLACE_PREPOSITIONS | {"with", "up", "of", "to", "next", "f
 def _is_indefinite(phrases: Phrases, i: int) -> bool:
     """Whether noun phrase `i` is indefinite, and complete without a further article."""
     o = phrases.parsed.objects[i]
+    quantifier = phrases.quantifier(i)
+    if quantifier is not None and not o.det and not is_plural(quantifier.text.split()[0]):
+        return False  # "group of children"
     is_complete = o.det or phrases.is_counted(i) or phrases.is_many(i)
     return bool(is_complete) and o.det.lower() not in _DEFINITE
 

@@ -9,7 +9,7 @@ __all__ = ['Exchange', 'exchange_conjuncts', 'swap_noun_phrases']
 import re
 from typing import NamedTuple
 
-from .inflection import lemma
+from .inflection import countability, lemma
 from .parsed import Relation
 from .phrases import PICTURES, PLACE_PREPOSITIONS, Phrases, head, within_sentence
 from .writing import Edit
@@ -160,7 +160,8 @@ def _moving_part_after_article(phrases: Phrases, x: int, z: int) -> str:
     """`_moving_part` where `x` has an article or the like and `z` has none."""
     modified_x = phrases.is_modified(x)
     modified_z = phrases.is_modified(z)
-    if phrases.is_many(z):
+    is_substance = countability(phrases.parsed.objects[z].text) != "count"
+    if phrases.is_many(z) or is_substance:  # "a sandwich and sauce"
         same_family = phrases.family(x) == phrases.family(z)
         return "" if modified_x and not modified_z and same_family else "whole"
     if modified_z and not modified_x:

@@ -91,6 +91,11 @@ _TRANSITIVE_VERBS = frozenset(
     catches""".split()
 )
 
+# Verbs of a state, in which something else may happen at the same time.
+_LASTING_VERBS = frozenset(
+    "is has sits stands lies lays leans hangs rests looks watches holds carries wears".split()
+)
+
 # Words that end a verb phrase.
 _BREAKS = frozenset(", and that who which as while to but".split())
 
@@ -170,6 +175,8 @@ def swap_verb_phrases(phrases: Phrases, k: int) -> Exchange | None:
         return None
     # "sitting and talking at a table": the place belongs to both
     both_verbs = {phrases.word(verb), phrases.word(k + 1)}
+    if form == "s" and both_verbs.isdisjoint(_LASTING_VERBS):
+        return None  # "stops and poses": one after the other
     shares_place = (
         is_bare
         and form != "ed"

@@ -24,6 +24,10 @@ def _is_only_modifier(reading: Reading, attribute: Attribute, following: Token) 
         return False
     if following.pos not in ("ADJ", "NOUN", "VERB"):
         return False
+    between = reading.text[attribute.end : o.start].split()
+    behind = reading.text[o.end :].split()
+    if "of" in between or behind[:1] == ["of"]:  # "a large group of men", "a large bowl of fruit"
+        return False
     k = reading.token_at[attribute.start]
     return k == 0 or reading.parsed.tokens[k - 1].pos not in ("CCONJ", "PUNCT", "ADV")
 
@@ -52,6 +56,17 @@ def _is_pinned(reading: Reading, i: int) -> bool:
     return related or len(reading.attributes_of[i]) > 1
 
 
+def _takes_not(reading: Reading, attribute: Attribute) -> bool:
+    """Whether *not* may stand before an attribute: no *very not clean*, no *getting not ready*."""
+    k = reading.token_at[attribute.start]
+    if k == 0:
+        return True
+    before = reading.parsed.tokens[k - 1]
+    grades = before.text.lower() in ("very", "rather", "so", "too", "quite")
+    tells_how = before.pos == "ADV" and before.text.endswith("ly")
+    return not grades and not tells_how and before.lemma != "get"
+
+
 def _inserted_not(attribute: Attribute, sound: bool) -> Change:
     """*not* before an attribute."""
     edit = Edit(attribute.start, attribute.start, "not ")
@@ -73,7 +88,9 @@ def negate_attributes(reading: Reading, rng: random.Random) -> Iterator[Change]:
             change = _moved_behind(reading, attribute, sound)
             if change is not None:
                 yield change
-        elif attribute.kind == "predicate" or attribute.text.endswith("ing"):
+        elif attribute.kind != "predicate" and not attribute.text.endswith("ing"):
+            continue
+        elif _takes_not(reading, attribute):
             yield _inserted_not(attribute, sound)
 
 # %% ../../nbs/lib/text/07_negate.ipynb #aaa489af
@@ -111,12 +128,24 @@ def negate_relations(reading: Reading, rng: random.Random) -> Iterator[Change]:
         yield Change([edit], (span,), relation.text, edit.text + rest, is_linked(relation))
 
 # %% ../../nbs/lib/text/07_negate.ipynb #30bff30c
+# Numbers of things before which *no* cannot stand in the place of *a*.
+_UNCOUNTABLE = frozenset(("couple of", "lot of", "number of", "bunch of"))
+
+
+def _is_free_for_no(reading: Reading, i: int) -> bool:
+    """Whether *no* may be the article of object `i`: it has one, and no *couple of* or the like."""
+    if reading.parsed.objects[i].det.lower() not in ("a", "an", "the", "one"):
+        return False
+    counts = [attribute.text.lower() for attribute in reading.attributes_of.get(i, ())]
+    return _UNCOUNTABLE.isdisjoint(counts)
+
+
 def negate_objects(reading: Reading, rng: random.Random) -> Iterator[Change]:
     """Negations of one object: *no* in the place of its article."""
     objects = reading.parsed.objects
     for i in rng.sample(range(len(objects)), len(objects)):
         o = objects[i]
-        if not reading.is_thing(i) or o.det.lower() not in ("a", "an", "the", "one"):
+        if not reading.is_thing(i) or not _is_free_for_no(reading, i):
             continue
         start, end = o.phrase
         noun = start + len(o.det)

@@ -229,6 +229,8 @@ _MODAL = frozenset(
     """do does did can could will would should may might must doesn't don't didn't can't cannot
     won't to""".split()
 )
+# After *orange*: it is the fruit.
+_OF_ORANGES = frozenset("slice slices wedge wedges juice peel peels".split())
 # After the name of a fruit that is also a colour: it is food.
 _SERVED = frozenset(
     """slice slices glass glasses bottles wedge wedges juice pie pies cake cakes salad sauce opener
@@ -339,7 +341,8 @@ def _choose_noun_or_numeral(at: _Context) -> str:
 
 
 def _choose_adjective_or_noun(at: _Context) -> str:
-    if at.prev in "NU":
+    is_fruit = at.word == "orange" and not _OF_ORANGES.isdisjoint(at.words[at.i + 1 : at.i + 2])
+    if at.prev in "NU" or is_fruit:
         return "N"
     if at.is_nominal_next or (at.after == "P" and at.after2 in _NOMINAL) or at.prev in "BR":
         return "A"
