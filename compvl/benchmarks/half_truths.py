@@ -99,7 +99,8 @@ def _words(relation: Mapping) -> tuple[str, str, str]:
 def _predicate_foils(relation: Mapping) -> dict[str, str]:
     """{kind: foil} of the first false predicate of each kind, `antonym` and `negation`."""
     foils = {}
-    for negative in relation.get("negatives") or ():
+    negatives = relation.get("negatives")
+    for negative in negatives if isinstance(negatives, list) else ():
         if not isinstance(negative, dict):
             continue
         kind = negative.get("change_type")
