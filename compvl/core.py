@@ -28,9 +28,9 @@ from typing import Any
 
 # %% auto #0
 __all__ = ['FEW_SHAPES', 'CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir',
-           'cache_dir', 'atomic_write', 'write_json', 'read_json', 'iter_jsonl', 'read_jsonl', 'read_csv',
-           'config_hash', 'seed_everything', 'git_commit', 'cores', 'environment', 'release_memory', 'kept_objects',
-           'require']
+           'cache_dir', 'atomic_write', 'write_json', 'cannot_read', 'read_json', 'iter_jsonl', 'read_jsonl',
+           'read_csv', 'config_hash', 'seed_everything', 'git_commit', 'cores', 'environment', 'release_memory',
+           'kept_objects', 'require']
 
 # %% ../nbs/lib/01_core.ipynb #7297f029
 # tqdm asks for ipywidgets, which nothing here needs
@@ -166,6 +166,13 @@ def write_json(path: str | Path, obj: Any) -> None:
         tmp.write_text(text + "\n", encoding="utf-8")
 
 # %% ../nbs/lib/01_core.ipynb #84733766
+def cannot_read(path: str | Path, error: OSError) -> CompvlError:
+    """The error for a file that cannot be opened: it is missing, a folder, or not allowed."""
+    if isinstance(error, FileNotFoundError):
+        return CompvlError(f"{path} does not exist.")
+    return CompvlError(f"{path} cannot be read: {error.strerror}.")
+
+
 def read_json(path: str | Path) -> Any:
     """The JSON value in a file.
 
@@ -173,8 +180,8 @@ def read_json(path: str | Path) -> Any:
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CompvlError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise cannot_read(path, error) from None
     except UnicodeDecodeError as error:
         raise CompvlError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): download or convert "
@@ -206,8 +213,8 @@ def iter_jsonl(path: str | Path) -> Iterator:
                         "fix or remove that line."
                     ) from None
                 yield value
-    except FileNotFoundError:
-        raise CompvlError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise cannot_read(path, error) from None
     except UnicodeDecodeError:
         raise CompvlError(
             f"{path} is not UTF-8 text after line {number}: download or convert it again."

@@ -9,7 +9,7 @@ import csv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..core import CompvlError, read_json
+from ..core import CompvlError, cannot_read, read_json
 
 # %% auto #0
 __all__ = ['keyed_entries', 'bad_line', 'tabbed_rows', 'check_columns', 'csv_rows']
@@ -43,6 +43,8 @@ def tabbed_rows(path) -> Iterator[tuple[int, list[str]]]:
     """(line number, fields) of a tab-separated file without quoting; blank lines are skipped."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise cannot_read(path, error) from None
     except UnicodeDecodeError as error:
         raise _not_text(path, error) from None
     for number, line in enumerate(lines, 1):
@@ -71,6 +73,8 @@ def csv_rows(path, wanted: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str
                 if empty:
                     raise bad_line(path, rows.line_num, f"nothing under {', '.join(empty)}")
                 yield rows.line_num, row
+    except OSError as error:
+        raise cannot_read(path, error) from None
     except UnicodeDecodeError as error:
         raise _not_text(path, error) from None
     except csv.Error as error:

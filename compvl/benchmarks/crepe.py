@@ -52,7 +52,7 @@ def _number(path: str | Path, line: int, row: dict, column: str) -> int:
         value = float(row[column])
     except ValueError:
         value = 0.5
-    if value != int(value):
+    if not value.is_integer():
         raise bad_line(path, line, f"{column} is {row[column]!r}, not a whole number")
     return int(value)
 

@@ -99,7 +99,8 @@ def _words(relation: Mapping) -> tuple[str, str, str]:
 def _predicate_foils(relation: Mapping) -> dict[str, str]:
     """{kind: foil} of the first false predicate of each kind, `antonym` and `negation`."""
     foils = {}
-    for negative in relation.get("negatives") or ():
+    negatives = relation.get("negatives")
+    for negative in negatives if isinstance(negatives, list) else ():
         if not isinstance(negative, dict):
             continue
         kind = negative.get("change_type")
@@ -226,15 +227,17 @@ def caption_units(caption: str, seed: int = 0) -> dict:
     parsed = parse(caption)
     phrases = [phrase_of(parsed, i) for i in range(len(parsed.objects))]
     words = {token.text.lower() for token in parsed.tokens}
+    entities = [phrase for i, phrase in enumerate(phrases) if i not in parsed.absent]
     relations = []
     for relation in parsed.relations:
-        if relation.subject is not None and relation.object is not None:
-            ends = phrases[relation.subject], phrases[relation.object]
-            relations.append(_relation(ends[0], relation.text.lower(), ends[1], seed))
+        ends = (relation.subject, relation.object)
+        if None not in ends and parsed.absent.isdisjoint(ends):
+            subject, of = (phrases[i] for i in ends)
+            relations.append(_relation(subject, relation.text.lower(), of, seed))
     return dict(
         original_caption=caption,
-        entities=phrases,
-        negative_entities={phrase: _variants(phrase, words, seed) for phrase in phrases},
+        entities=entities,
+        negative_entities={phrase: _variants(phrase, words, seed) for phrase in entities},
         relations=relations,
     )
 

@@ -44,8 +44,8 @@ def _plain(caption: str) -> list[str]:
 
 # %% ../../nbs/lib/benchmarks/06b_replace_corrected.ipynb #b2712e67
 _PARTS = (
-    "front|back|rear|middle|center|corner|side|left|right|top|between|line|a row|flight|motion|"
-    "process|from|on"
+    "front|back|rear|middle|center|corner|side|left|right|top|between|line|row|a row|flight|motion|"
+    "process|from|on|background|foreground|distance|air|shade|rain"
 )
 _FIXED = re.compile(
     rf"(?<!\S)(?:within (?:{_PARTS})(?!\S)|(?:covered|surrounded|held|followed) near(?!\S))"
@@ -96,10 +96,9 @@ def fix_foil(caption: str, foil: str, phrases: Iterable[str]) -> str:
 
 # %% ../../nbs/lib/benchmarks/06b_replace_corrected.ipynb #9e9b2cb6
 def _agree_foil(caption: str, foil: str) -> str:
-    """The foil, whose article before its first changed word agrees if the caption's own did."""
-    (in_caption, _), (in_foil, _) = differing_span(caption, foil)
-    did_agree = agree_article(caption, in_caption) == caption
-    return agree_article(foil, in_foil) if did_agree else foil
+    """The foil, whose article before its first changed word agrees, as the hard positive's does."""
+    _, (changed, _) = differing_span(caption, foil)
+    return agree_article(foil, changed)
 
 # %% ../../nbs/lib/benchmarks/06b_replace_corrected.ipynb #abc069c3
 _AFTER_RIDING = (

@@ -62,7 +62,7 @@ dataset(
 # %% ../../nbs/lib/benchmarks/07e_svo.ipynb #3823b01e
 def _photo(path, line: int, row: dict, key: str) -> str:
     """File name of the photograph with the number under `key`."""
-    if not row[key].strip().isdigit():
+    if not row[key].strip().isdecimal():
         raise bad_line(path, line, f"{key} is {row[key]!r}, not a number")
     return f"{int(row[key])}.jpg"
 

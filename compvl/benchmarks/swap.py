@@ -21,6 +21,7 @@ __all__ = ['build_swap']
 def _positive(caption: str, attributes, source: str, i: int) -> str:
     """The caption with its two clauses in the other order."""
     is_pair = isinstance(attributes, (list, tuple)) and len(attributes) == 2
+    is_pair = is_pair and all(isinstance(word, str) for word in attributes)
     try:
         coordination = parse_coordination(caption, tuple(attributes) if is_pair else None)
     except CompvlError as error:

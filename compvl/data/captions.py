@@ -279,6 +279,15 @@ class CaptionedImages:
         return texts[(i + self.epoch) % len(texts)] if texts else None
 
 # %% ../../nbs/lib/data/03_captions.ipynb #4f951da4
+def _is_annotation(annotation) -> bool:
+    """Whether an annotation has the id of an image and a caption."""
+    return (
+        isinstance(annotation, dict)
+        and isinstance(annotation.get("image_id"), (int, str))
+        and isinstance(annotation.get("caption"), str)
+    )
+
+
 def read_coco(captions_json) -> tuple[dict, list[dict]]:
     """File names of images by id, and annotations, of a file in COCO's captions format.
 
@@ -292,8 +301,14 @@ def read_coco(captions_json) -> tuple[dict, list[dict]]:
             f"{captions_json} is not a COCO captions file ({error!r} is missing or wrong): it "
             "needs 'images' and 'annotations'"
         ) from None
+    has_names = all(isinstance(name, str) for name in files.values())
+    if not has_names or not isinstance(annotations, list):
+        raise CompvlError(
+            f"{captions_json} is not a COCO captions file: 'annotations' is no list, or the "
+            "'file_name' of an image is no text"
+        )
     for i, annotation in enumerate(annotations):
-        if not {"image_id", "caption"} <= set(annotation):
+        if not _is_annotation(annotation):
             raise CompvlError(
                 f"{captions_json}: annotation {i} has no image_id or no caption: "
                 f"{str(annotation)[:80]}"

@@ -128,6 +128,14 @@ def _has_no_singular(word: str) -> bool:
     return is_known or not word.endswith(_PLURAL_ENDINGS) or word.endswith(_SINGULAR_ENDINGS)
 
 
+def _base_form(word: str, pos: str) -> str:
+    """The base form of a word; the word itself where there is none, as of a lone *s*."""
+    from lemminflect import getLemma
+
+    forms = getLemma(word, pos)
+    return forms[0] if forms and forms[0] else word
+
+
 def _singular_word(word: str) -> str:
     if word in _SINGULARS:
         return _SINGULARS[word]
@@ -136,9 +144,7 @@ def _singular_word(word: str) -> str:
     if "-" in word:
         stem, _, last = word.rpartition("-")
         return f"{stem}-{_singular_word(last)}"
-    from lemminflect import getLemma
-
-    return next(iter(getLemma(word, "NOUN")), word)
+    return _base_form(word, "NOUN")
 
 
 @lru_cache(maxsize=1 << 16)
@@ -223,9 +229,7 @@ def lemma(word: str, pos: str) -> str:
         return singular(word)
     head, space, rest = word.lower().partition(" ")
     if head.isalpha():
-        from lemminflect import getLemma
-
-        head = next(iter(getLemma(head, pos)), head)
+        head = _base_form(head, pos)
     return head + space + rest
 
 # %% ../../nbs/lib/text/01_inflection.ipynb #f3ccc29b

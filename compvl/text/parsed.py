@@ -105,6 +105,15 @@ class Parse:
         """Object `k` and those that come after it in its coordination."""
         return [i for i in self.coordinated(k) if k is None or i >= k]
 
+    @property
+    def absent(self) -> set[int | None]:
+        """Indices of the objects that are said not to be there: *no dog*, *without a dog*."""
+        absent = {i for i, obj in enumerate(self.objects) if obj.det == "no"}
+        for relation in self.relations:
+            if relation.text.lower() == "without":
+                absent.update(self._from(relation.object))
+        return absent
+
     def graph(self) -> dict:
         """Scene graph: `objects` (name, attributes) and `triples` (subject, relation, object).
 

@@ -178,6 +178,8 @@ class Reading:
     def is_directed(self, relation: Relation) -> bool:
         """Whether *a r b* contradicts *b r a*."""
         part = known_part(relation.text, self.words)[1]
+        if part.lower() == "with":
+            return False  # a room with a bed: the bed is with the room, too
         if part:
             return not self.words.symmetric(part)
         return relation.kind == "action" and _MUTUAL.isdisjoint(relation.text.lower().split())

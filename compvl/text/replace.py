@@ -39,7 +39,7 @@ def _pinned_objects(reading: Reading) -> set[int | None]:
 
 def replace_objects(reading: Reading, rng: random.Random) -> Iterator[Change]:
     """Replacements of one object. General words such as *person* come last."""
-    pinned = _pinned_objects(reading)
+    pinned = _pinned_objects(reading) - reading.parsed.absent
 
     def is_general(i):
         return reading.object_family(i) == "general"

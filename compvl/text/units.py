@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .lexicon import Words
 from .lexicon import words as shipped_words
+from .meaning import known_part
 from .parsed import Parse, Relation
 from .parser import parse_many
 
@@ -78,7 +79,8 @@ def relation_foils(parsed: Parse, relation: Relation, words: Words) -> dict[str,
         "subject": [],
         "object": [],
     }
-    if subject != of and not words.symmetric(told):
+    holds_both_ways = words.symmetric(told) or known_part(told, words)[1] == "with"
+    if subject != of and not holds_both_ways:
         foils["swap"] = [f"{of} {told} {subject}"]
     for made in phrase_foils(parsed, i, words).values():
         foils["subject"] += [f"{new} {told} {of}" for new in made]
@@ -89,7 +91,10 @@ def relation_foils(parsed: Parse, relation: Relation, words: Words) -> dict[str,
 # %% ../../nbs/lib/text/06a_units.ipynb #90823bb9
 def _relation_unit(parsed: Parse, rng: random.Random, words: Words) -> Unit | None:
     """A relation with a foil; None where the caption has no relation with both ends."""
-    known = [relation for relation in parsed.relations if _ends(relation)]
+    known = []
+    for relation in parsed.relations:
+        if _ends(relation) and parsed.absent.isdisjoint(_ends(relation)):
+            known.append(relation)
     if not known:
         return None
     relation = rng.choice(known)
@@ -102,14 +107,15 @@ def _relation_unit(parsed: Parse, rng: random.Random, words: Words) -> Unit | No
 
 def _phrase_unit(parsed: Parse, rng: random.Random, words: Words) -> Unit | None:
     """A phrase with a foil, perhaps with another phrase; None where no word has another."""
-    for i in rng.sample(range(len(parsed.objects)), len(parsed.objects)):
+    present = [i for i in range(len(parsed.objects)) if i not in parsed.absent]
+    for i in rng.sample(present, len(present)):
         foils = phrase_foils(parsed, i, words)
         if not foils:
             continue
         kind = rng.choice(list(foils))
         text = phrase_of(parsed, i)
         foil = rng.choice(foils[kind])
-        others = [k for k in range(len(parsed.objects)) if k != i]
+        others = [k for k in present if k != i]
         if others and rng.random() < 0.5:
             context = phrase_of(parsed, rng.choice(others))
             return Unit(f"{text} and {context}", f"{foil} and {context}", kind)
