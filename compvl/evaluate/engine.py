@@ -16,6 +16,7 @@ import pandas as pd
 
 from ..benchmarks.items import Benchmark, item_images
 from ..benchmarks.loading import load_benchmark, load_benchmarks
+from ..benchmarks.registry import REGISTRY
 from ..core import CompvlError, config_hash, git_commit, pick
 from .averages import average_tables
 from .conventions import convention_of, published_figures
@@ -23,9 +24,23 @@ from .kept import Kept
 from .parallel import processes, together
 from .scorers import scorer_of
 from .tasks import TASKS, check_texts_suffice
+from ..images import image_path
 from ..metrics import figures
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #6b411321
+def _where_it_belongs(benchmark: Benchmark, image) -> str:
+    """Where a missing image may be under the data root, as a sentence; "" where that is unknown."""
+    entry = REGISTRY.get(benchmark.name)
+    path = image_path(image)
+    if entry is None or not entry.places or path is None or path.exists():
+        return ""
+    folders = ", ".join(f"{place}/" for place in entry.places)
+    return (
+        f" Under the data root, it may be in any of these folders: {folders}. `compvl data status "
+        f"{benchmark.name} --data-root …` says how to get it."
+    )
+
+
 def _readable_part(benchmark: Benchmark, scorer, skip_damaged: bool) -> tuple[Benchmark, list[str]]:
     """The items whose images can be read, and the ids of the others.
 
@@ -33,19 +48,21 @@ def _readable_part(benchmark: Benchmark, scorer, skip_damaged: bool) -> tuple[Be
     items = benchmark.items
     images = chain.from_iterable(map(item_images, items))
     errors = scorer.add_images(images, f"{benchmark.name}: images")
-    damaged = {}  # id of an item -> error of its first damaged image
+    damaged = {}  # id of an item -> its first damaged image
     for item in items:
         unreadable = [image for image in item_images(item) if image in errors]
         if unreadable:
-            damaged[item.id] = errors[unreadable[0]]
+            damaged[item.id] = unreadable[0]
     if not damaged:
         return benchmark, []
-    first, error = next(iter(damaged.items()))
+    first, image = next(iter(damaged.items()))
+    error = f"{errors[image]}{_where_it_belongs(benchmark, image)}"
     if not skip_damaged:
         raise CompvlError(
             f"{benchmark.name}, item {first}: {error} {len(errors)} of its images cannot be read, "
-            f"and {len(damaged)} of {len(items)} items need them; skip_damaged=True leaves those "
-            "items out. What was encoded is kept in the cache, where there is one."
+            f"and {len(damaged)} of {len(items)} items need them; skip_damaged=True "
+            "(--skip-damaged) leaves those items out. What was encoded is kept in the cache, "
+            "where there is one."
         )
     if len(damaged) == len(items):
         raise CompvlError(

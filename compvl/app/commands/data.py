@@ -116,6 +116,7 @@ def _status_row(row: dict) -> dict:
         here=human(row["bytes"]),
         download=_about(row["name"]) + _size(row["size"]),
         next=", ".join(steps),
+        place=row["place"],
         licence=row["licence"],
     )
 
@@ -218,8 +219,10 @@ is downloaded."""
 
 # %% ../../../nbs/lib/app/commands/08_data.ipynb #83ff3adf
 def _announce(data_set, files, linked, say) -> None:
-    """Say what would be downloaded of a data set; `linked`: its absent files with a link."""
-    from compvl.downloads import human
+    """Say what would be downloaded of a data set, and where its files belong under the data root.
+
+    `linked`: its absent files with a link."""
+    from compvl.downloads import human, target_folders
 
     download = "nothing"
     if len(linked):
@@ -229,6 +232,7 @@ def _announce(data_set, files, linked, say) -> None:
     say(
         f"{data_set.title} ({data_set.name})\n"
         f"  licence: {data_set.licence}; {data_set.homepage}\n"
+        f"  place: {target_folders(data_set)}\n"
         f"  to download: {download}"
     )
     for file in files[files.note != ""].itertuples():
