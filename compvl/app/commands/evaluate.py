@@ -166,8 +166,23 @@ def _print_as_json(figures, differences, failures: dict[str, str]) -> None:
     print_json(found | dict(failures=failures))
 
 # %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #e1a00005
+def _warn_of_default(root: Path | None, pretrained: str | None) -> None:
+    """Say on stderr, where released files are asked for, that the default is not made for them."""
+    is_first_process = int(os.environ.get("RANK", 0)) == 0
+    if root and pretrained in (None, "base") and is_first_process:
+        typer.echo(
+            "compvl: without --model, micro-clip is evaluated, which knows drawn scenes only: for "
+            "photographs, name a model with --model (`compvl models` lists some).",
+            err=True,
+        )
+
+
 def _checkpoints(
-    model: list[str], models: Path | None, pretrained: str | None, activation: str | None
+    model: list[str],
+    models: Path | None,
+    pretrained: str | None,
+    activation: str | None,
+    root: Path | None = None,  # of released files
 ) -> list[Checkpoint]:
     """The models to evaluate. Raises `CompvlError` for one that is given twice."""
     found = [Checkpoint.from_text(text) for text in model]
@@ -175,6 +190,7 @@ def _checkpoints(
         found += read_checkpoints(models)
     if not found:
         found = [Checkpoint("micro-clip")]
+        _warn_of_default(root, pretrained)
     check_titles(found)
     check_pretrained(found, pretrained)
     return [with_weights(checkpoint, pretrained, activation) for checkpoint in found]
@@ -327,7 +343,7 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
     """Score models on benchmarks: every figure with its count and 95 % interval, several models \
 side by side with paired differences. Under `accelerate launch` the processes share the work."""
     # Longer than 40 lines: one argument of the evaluation a line.
-    checkpoints = _checkpoints(model or [], models, pretrained, activation)
+    checkpoints = _checkpoints(model or [], models, pretrained, activation, root)
     _check_outputs(checkpoints, csv, report, items)
     from compvl.benchmarks.loading import load_benchmarks
 
