@@ -116,7 +116,6 @@ def _status_row(row: dict) -> dict:
         here=human(row["bytes"]),
         download=_about(row["name"]) + _size(row["size"]),
         next=", ".join(steps),
-        place=row["place"],
         licence=row["licence"],
     )
 
@@ -142,13 +141,13 @@ def _checkpoint_notes(name: str) -> list[str]:
 
 
 def _notes(name: str) -> list[str]:
-    """What a data set or a checkpoint is, what is confirmed of it, and what is not."""
-    from compvl.downloads import DATASETS, confirmed
+    """What a data set or a checkpoint is, where it belongs, and what is confirmed of it or not."""
+    from compvl.downloads import DATASETS, confirmed, target_folders
 
     if name not in DATASETS:
         return []
     data_set = DATASETS[name]
-    what = f"{data_set.title}, {data_set.homepage}"
+    what = f"{data_set.title}, {data_set.homepage}; its place is {target_folders(data_set)}"
     notes = [f"{name}: {what}; {confirmed(data_set)}{_unknown_sizes(data_set)}."]
     if data_set.kind == "checkpoint":
         notes += _checkpoint_notes(name)
