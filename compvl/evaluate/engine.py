@@ -17,12 +17,12 @@ import pandas as pd
 from ..benchmarks.items import Benchmark, item_images
 from ..benchmarks.loading import load_benchmark, load_benchmarks
 from ..benchmarks.registry import REGISTRY
-from ..core import CompvlError, config_hash, git_commit, pick
+from ..core import CompvlError, cache_dir, config_hash, git_commit, pick
 from .averages import average_tables
 from .conventions import convention_of, published_figures
 from .kept import Kept
 from .parallel import processes, together
-from .scorers import scorer_of
+from .scorers import check_at_least_one, scorer_of
 from .tasks import TASKS, check_texts_suffice
 from ..images import image_path
 from ..metrics import figures
@@ -73,6 +73,20 @@ def _readable_part(benchmark: Benchmark, scorer, skip_damaged: bool) -> tuple[Be
     return dataclasses.replace(benchmark, items=readable), list(damaged)
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #0bc3381b
+def _check_images(benchmark: Benchmark, scorer):
+    """Raise CompvlError where an item's image is nothing that can be opened."""
+    if not scorer.sees_images:
+        return
+    for item in benchmark.items:
+        for image in item_images(item):
+            is_file = image_path(image) is not None
+            if not is_file and not hasattr(image, "render"):
+                raise CompvlError(
+                    f"{benchmark.name}, item {item.id}: its image is of the type "
+                    f"{type(image).__name__}: give a path, an ImageRef, a StoredImage or a Scene"
+                )
+
+
 def _check_ids(benchmark: Benchmark):
     """Raise CompvlError where two items have one id, by which scores are matched."""
     counts = Counter(item.id for item in benchmark.items)
@@ -128,6 +142,7 @@ def item_scores(
     if isinstance(benchmark, str):
         benchmark = load_benchmark(benchmark)
     scorer = scorer_of(model, cache, batch_size, progress)
+    _check_images(benchmark, scorer)
     with scorer.on(device):
         return _score(benchmark, scorer, skip_damaged)
 
@@ -175,6 +190,8 @@ def _loaded(benchmarks) -> list[Benchmark]:
     loaded = []
     for benchmark in benchmarks:
         loaded += load_benchmarks(benchmark) if isinstance(benchmark, str) else [benchmark]
+    if not loaded:
+        raise CompvlError("no benchmark is given: name one, such as 'swap'")
     for benchmark in loaded:
         pick(benchmark.task, TASKS, "task")
     for name, n in Counter(benchmark.name for benchmark in loaded).items():
@@ -184,6 +201,13 @@ def _loaded(benchmarks) -> list[Benchmark]:
                 "the other"
             )
     return loaded
+
+
+def _kept(keep) -> Kept | None:
+    """Where scores are kept: in a folder, or for True in the user's cache; None: nowhere."""
+    if not keep or isinstance(keep, Kept):
+        return keep or None
+    return Kept(cache_dir() / "scores" if keep is True else keep)
 
 
 def _kept_scores(kept: Kept, key: str) -> pd.DataFrame | None:
@@ -196,6 +220,7 @@ def _scored(
     benchmark: Benchmark, scorer, skip_damaged: bool, kept: Kept | None, commit: str
 ) -> pd.DataFrame:
     """Scores of a benchmark: kept ones where there are any, else new ones, which are then kept."""
+    _check_images(benchmark, scorer)
     if kept:
         key = kept.key(scorer, benchmark, skip_damaged)
         table = _kept_scores(kept, key)
@@ -222,7 +247,7 @@ def evaluate(  # noqa: PLR0913  one call has all options of an evaluation
     *,
     cache=None,  # folder for embeddings; True: the user's cache; None: memory only
     pixels=None,  # the same for decoded images, which other models can use
-    keep=None,  # folder for scores, or a `Kept`, from which finished benchmarks are taken up
+    keep=None,  # folder for scores (True: the user's) or a `Kept`: finished benchmarks are taken up
     device=None,  # where to encode (default: where the model is)
     batch_size: int | None = None,  # images a batch
     n_boot: int = 1000,  # bootstrap resamples
@@ -247,9 +272,8 @@ def evaluate(  # noqa: PLR0913  one call has all options of an evaluation
     fit into the GPU's memory. All that was encoded until then is in the cache, and finished
     benchmarks are kept."""
     benchmarks = _loaded(benchmarks)
-    kept = keep
-    if keep and not isinstance(keep, Kept):
-        kept = Kept(keep)
+    check_at_least_one("n_boot", n_boot)
+    kept = _kept(keep)
     commit = git_commit()
     scorer = scorer_of(model, cache, batch_size, progress, pixels)
     scores = {}
