@@ -22,7 +22,7 @@ from compvl.app.checkpoints import (
     read_checkpoints,
     with_weights,
 )
-from .options import check_output, print_json, print_table
+from .options import check_output, print_json, print_table, writing
 from ...core import CompvlError, atomic_write
 
 # %% auto #0
@@ -91,8 +91,8 @@ def _print_table_of(df, differences, models: list[str], pretrained: str | None) 
 
 # %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #aa726501
 def _write_csv(df, path: Path) -> None:
-    """Write a data frame atomically."""
-    with atomic_write(path) as tmp:
+    """Write a data frame atomically. Raises `CompvlError` where that is not possible."""
+    with writing(path), atomic_write(path) as tmp:
         df.to_csv(tmp, index=False)
 
 
@@ -132,8 +132,21 @@ def _write_items(folder: Path, model: str, benchmarks: list, scores: dict) -> No
         _write_csv(table, model_folder / f"{benchmark.name}.csv")
 
 
-def _cache_folders(folder: Path, keep_pixels: bool) -> dict[str, Path | None]:
-    """Where an evaluation keeps embeddings, scores and decoded images."""
+def _cache_folders(given: Path | None, keep_pixels: bool) -> dict[str, Path | None]:
+    """Where an evaluation keeps embeddings, scores and decoded images.
+
+    In the folder `given` with --cache, else in the user's cache; where that cannot be written, it
+    says so on stderr, and nothing is kept. Raises `CompvlError` where `given` cannot be written."""
+    from compvl.core import cache_dir
+
+    folder = given or cache_dir()
+    try:
+        check_output("--cache", folder, is_folder=True)
+    except CompvlError as error:
+        if given:
+            raise
+        typer.echo(f"compvl: {error} Nothing is kept; --cache names another folder.", err=True)
+        return {}
     pixels = folder / "pixels" if keep_pixels else None
     return dict(cache=folder / "embeddings", keep=folder / "scores", pixels=pixels)
 
@@ -356,14 +369,13 @@ side by side with paired differences. Under `accelerate launch` the processes sh
         n=n,
     )
     from compvl.app.evaluations import evaluate_bases, evaluate_checkpoints
-    from compvl.core import cache_dir
 
     if "RANK" in os.environ:
         from accelerate import Accelerator
 
         device = device or str(Accelerator().device)
     is_first_process = int(os.environ.get("RANK", 0)) == 0
-    folders = {} if no_cache else _cache_folders(cache or cache_dir(), keep_pixels)
+    folders = {} if no_cache else _cache_folders(cache, keep_pixels)
     announce = _announce if is_first_process else None
     options = dict(
         root=root, device=device, **folders, batch_size=batch_size, skip_damaged=skip_damaged
@@ -382,7 +394,8 @@ side by side with paired differences. Under `accelerate launch` the processes sh
 
             listed = {str(models): models.read_text(encoding="utf-8")} if models else {}
             arguments = (evaluations, benchmarks, differences, failures, _command(), bases, listed)
-            write_card(report, *arguments)
+            with writing(report):
+                write_card(report, *arguments)
         if as_json:
             _print_as_json(figures, differences, failures)
         else:
