@@ -264,6 +264,14 @@ def test_an_unreadable_image_stops_the_evaluation_but_loses_nothing(
     assert not kept.id.isin(kept.attrs["skipped"]).any()
 
 
+def test_a_missing_image_of_a_known_benchmark_says_where_it_belongs(model, photos):
+    Path(photos[3]).unlink()
+    benchmark = dataclasses.replace(triplet_benchmark(photos), name="sugarcrepe-add-obj")
+    says = "coco/val2017/.*compvl data status sugarcrepe-add-obj.*--skip-damaged"
+    with pytest.raises(CompvlError, match=says):
+        evaluate(model, benchmark, progress=False)
+
+
 def test_two_paths_to_the_same_broken_bytes(model, photos):
     for k in (0, 5):
         Path(photos[k]).write_bytes(b"broken")

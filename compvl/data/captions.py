@@ -291,7 +291,13 @@ def _is_annotation(annotation) -> bool:
 def read_coco(captions_json) -> tuple[dict, list[dict]]:
     """File names of images by id, and annotations, of a file in COCO's captions format.
 
-    Raises `CompvlError` where something is missing."""
+    Raises `CompvlError` where something is missing, and for a table."""
+    if Path(captions_json).suffix.lower() in (".csv", ".tsv"):
+        raise CompvlError(
+            f"{captions_json} is a table, and not a captions file in COCO's format (JSON): make an "
+            "entry of 'images' (id, file_name) and one of 'annotations' (image_id, caption) of "
+            "each row, and write its hard negatives as a line of a JSON Lines file"
+        )
     document = read_json(captions_json)
     try:
         files = {image["id"]: image["file_name"] for image in document["images"]}

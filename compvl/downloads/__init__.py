@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "disk": ["extent", "human"],
         "transfer": ["download"],
         "archives": ["DamagedArchive", "unpack"],
-        "inventory": ["file_status", "status"],
+        "inventory": ["file_status", "status", "target_folders"],
         "fetching": ["Fetched", "fetch"],
     },
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import pandas as pd
@@ -18,7 +18,7 @@ from .disk import extent, human, mismatch
 from .registry import DATASETS, Dataset, File, confirmed
 
 # %% auto #0
-__all__ = ['SMALL_FILE', 'STATUS_COLUMNS', 'FileState', 'file_state', 'file_status', 'status']
+__all__ = ['SMALL_FILE', 'STATUS_COLUMNS', 'FileState', 'file_state', 'file_status', 'target_folders', 'status']
 
 # %% ../../nbs/lib/downloads/06_inventory.ipynb #b994e665
 class FileState(NamedTuple):
@@ -137,6 +137,17 @@ def _next_steps(found: Dataset, missing: pd.DataFrame, root: str | Path) -> str:
     return "\n".join(steps)
 
 # %% ../../nbs/lib/downloads/06_inventory.ipynb #e35a6bd0
+def target_folders(found: Dataset) -> str:
+    """The folders under the data root where its files belong, at most three, then how many more."""
+    folders = []
+    for file in found.files:
+        folder = file.path if file.is_folder else f"{PurePosixPath(file.path).parent}/"
+        folders.append(folder)
+    folders = list(dict.fromkeys(folders))
+    more = f" and {len(folders) - 3} more" if len(folders) > 3 else ""
+    return ", ".join(folders[:3]) + more
+
+
 def _status_row(
     found: Dataset, root: str | Path, verify: bool = False, progress: bool = False
 ) -> dict:
@@ -153,6 +164,7 @@ def _status_row(
         needed=len(files),
         bytes=int(files.bytes.sum()),
         size=found.download_size,
+        place=target_folders(found),
         licence=found.licence,
         homepage=found.homepage,
         problem="; ".join(problem for problem in files.problem if problem),
@@ -162,7 +174,7 @@ def _status_row(
 
 # %% ../../nbs/lib/downloads/06_inventory.ipynb #82739d9d
 STATUS_COLUMNS = ["name", "title", "kind", "state", "found", "needed", "bytes", "size"]
-STATUS_COLUMNS += ["licence", "homepage", "problem", "get", "confirmed"]
+STATUS_COLUMNS += ["place", "licence", "homepage", "problem", "get", "confirmed"]
 
 
 def status(
@@ -175,7 +187,8 @@ def status(
 
     Columns: `name`; `title`; `kind`; `state` (`present`, `absent`, or `incomplete`: some files are
     missing, do not match, or were interrupted); `found` of `needed` files; `bytes` on disk; `size`
-    (bytes to download, NaN where unknown); `licence`; `homepage`; `problem`; `get` (what to do);
+    (bytes to download, NaN where unknown); `place` (folders under the root where the files belong,
+    also those that you have already); `licence`; `homepage`; `problem`; `get` (what to do);
     `confirmed` (a sentence, see `compvl.downloads.registry.confirmed`). Importing
     `compvl.benchmarks.loading` and `compvl.models.zoo` registers the data sets of the package.
     Raises `CompvlError` for an unknown name."""

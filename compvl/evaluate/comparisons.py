@@ -196,6 +196,16 @@ def _average_differences(both: Mapping[str, _Aligned], n_boot: int, seed: int) -
     return tables
 
 
+def _check_scores(scores: Mapping):
+    """Raise CompvlError where a model has something else than scores by benchmark."""
+    for name, of_model in scores.items():
+        if not isinstance(of_model, Mapping):
+            raise CompvlError(
+                f"the scores of {name} are a {type(of_model).__name__}: give one table a "
+                "benchmark, as in the second result of evaluate(…, return_scores=True)"
+            )
+
+
 def compare_models(
     scores: Mapping[str, Mapping[str, pd.DataFrame]],  # {model: {benchmark: `item_scores`}}
     reference: str | None = None,  # the model that the others are compared with: default the first
@@ -206,7 +216,9 @@ def compare_models(
 
     Rows `benchmark, group, metric, model, reference, a, b, diff, lo, hi, p, n`, with `a` the
     reference's figure and `b` the model's. `evaluate(…, return_scores=True)` gives the scores.
-    Raises CompvlError where a benchmark's items or tasks differ, and for an unknown reference."""
+    Raises CompvlError where a benchmark's items or tasks differ, for an unknown reference, and for
+    a table in place of a model's scores."""
+    _check_scores(scores)
     reference = pick(reference, scores, "model") if reference else next(iter(scores))
     tables = []
     for name, theirs in scores.items():

@@ -97,6 +97,16 @@ def check_lengths(*lists: Sequence):
         )
 
 
+def _check_widths(image_features: Tensor, text_features: Tensor):
+    """Raise CompvlError where a model's images and captions are not embedded in one space."""
+    widths = (image_features.shape[1], text_features.shape[1])
+    if widths[0] != widths[1]:
+        raise CompvlError(
+            f"the model embeds an image as {widths[0]} numbers and a caption as {widths[1]}: "
+            "encode_image and encode_text must return features of one width"
+        )
+
+
 class FeatureScores:
     """Scores from unit features, which `images` and `texts` of a subclass compute."""
 
@@ -114,6 +124,7 @@ class FeatureScores:
         check_lengths(images, *captions)
         image_features = self.images(images, f"{desc}images")
         text_features = self.texts(list(chain(*captions)), f"{desc}captions")
+        _check_widths(image_features, text_features)
         parts = text_features.chunk(len(captions))
         return [torch.einsum("nd,nd->n", image_features, part).numpy() for part in parts]
 
@@ -123,6 +134,7 @@ class FeatureScores:
         """`compvl.metrics.retrieval_ranks` of images and captions."""
         image_features = self.images(images, f"{desc}images").to(self.model.device)
         text_features = self.texts(captions, f"{desc}captions").to(self.model.device)
+        _check_widths(image_features, text_features)
         return retrieval_ranks(image_features, text_features, owner)
 
     def class_scores(
@@ -135,7 +147,9 @@ class FeatureScores:
         check_lengths(*prompts)
         features = self.texts(list(chain(*prompts)), f"{desc}prompts")
         means = features.view(len(prompts), len(prompts[0]), -1).mean(1)
-        return self.images(images, f"{desc}images") @ F.normalize(means, dim=-1).T
+        image_features = self.images(images, f"{desc}images")
+        _check_widths(image_features, means)
+        return image_features @ F.normalize(means, dim=-1).T
 
     def sentences(self, a: Sequence[str], b: Sequence[str], desc: str = "") -> np.ndarray:
         """Cosines of N sentences with N others, float32 [N].

@@ -16,16 +16,31 @@ import pandas as pd
 
 from ..benchmarks.items import Benchmark, item_images
 from ..benchmarks.loading import load_benchmark, load_benchmarks
-from ..core import CompvlError, config_hash, git_commit, pick
+from ..benchmarks.registry import REGISTRY
+from ..core import CompvlError, cache_dir, config_hash, git_commit, pick
 from .averages import average_tables
 from .conventions import convention_of, published_figures
 from .kept import Kept
 from .parallel import processes, together
-from .scorers import scorer_of
+from .scorers import check_at_least_one, scorer_of
 from .tasks import TASKS, check_texts_suffice
+from ..images import image_path
 from ..metrics import figures
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #6b411321
+def _where_it_belongs(benchmark: Benchmark, image) -> str:
+    """Where a missing image may be under the data root, as a sentence; "" where that is unknown."""
+    entry = REGISTRY.get(benchmark.name)
+    path = image_path(image)
+    if entry is None or not entry.places or path is None or path.exists():
+        return ""
+    folders = ", ".join(f"{place}/" for place in entry.places)
+    return (
+        f" Under the data root, it may be in any of these folders: {folders}. `compvl data status "
+        f"{benchmark.name} --data-root …` says how to get it."
+    )
+
+
 def _readable_part(benchmark: Benchmark, scorer, skip_damaged: bool) -> tuple[Benchmark, list[str]]:
     """The items whose images can be read, and the ids of the others.
 
@@ -33,19 +48,21 @@ def _readable_part(benchmark: Benchmark, scorer, skip_damaged: bool) -> tuple[Be
     items = benchmark.items
     images = chain.from_iterable(map(item_images, items))
     errors = scorer.add_images(images, f"{benchmark.name}: images")
-    damaged = {}  # id of an item -> error of its first damaged image
+    damaged = {}  # id of an item -> its first damaged image
     for item in items:
         unreadable = [image for image in item_images(item) if image in errors]
         if unreadable:
-            damaged[item.id] = errors[unreadable[0]]
+            damaged[item.id] = unreadable[0]
     if not damaged:
         return benchmark, []
-    first, error = next(iter(damaged.items()))
+    first, image = next(iter(damaged.items()))
+    error = f"{errors[image]}{_where_it_belongs(benchmark, image)}"
     if not skip_damaged:
         raise CompvlError(
             f"{benchmark.name}, item {first}: {error} {len(errors)} of its images cannot be read, "
-            f"and {len(damaged)} of {len(items)} items need them; skip_damaged=True leaves those "
-            "items out. What was encoded is kept in the cache, where there is one."
+            f"and {len(damaged)} of {len(items)} items need them; skip_damaged=True "
+            "(--skip-damaged) leaves those items out. What was encoded is kept in the cache, "
+            "where there is one."
         )
     if len(damaged) == len(items):
         raise CompvlError(
@@ -56,6 +73,20 @@ def _readable_part(benchmark: Benchmark, scorer, skip_damaged: bool) -> tuple[Be
     return dataclasses.replace(benchmark, items=readable), list(damaged)
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #0bc3381b
+def _check_images(benchmark: Benchmark, scorer):
+    """Raise CompvlError where an item's image is nothing that can be opened."""
+    if not scorer.sees_images:
+        return
+    for item in benchmark.items:
+        for image in item_images(item):
+            is_file = image_path(image) is not None
+            if not is_file and not hasattr(image, "render"):
+                raise CompvlError(
+                    f"{benchmark.name}, item {item.id}: its image is of the type "
+                    f"{type(image).__name__}: give a path, an ImageRef, a StoredImage or a Scene"
+                )
+
+
 def _check_ids(benchmark: Benchmark):
     """Raise CompvlError where two items have one id, by which scores are matched."""
     counts = Counter(item.id for item in benchmark.items)
@@ -111,6 +142,7 @@ def item_scores(
     if isinstance(benchmark, str):
         benchmark = load_benchmark(benchmark)
     scorer = scorer_of(model, cache, batch_size, progress)
+    _check_images(benchmark, scorer)
     with scorer.on(device):
         return _score(benchmark, scorer, skip_damaged)
 
@@ -158,6 +190,8 @@ def _loaded(benchmarks) -> list[Benchmark]:
     loaded = []
     for benchmark in benchmarks:
         loaded += load_benchmarks(benchmark) if isinstance(benchmark, str) else [benchmark]
+    if not loaded:
+        raise CompvlError("no benchmark is given: name one, such as 'swap'")
     for benchmark in loaded:
         pick(benchmark.task, TASKS, "task")
     for name, n in Counter(benchmark.name for benchmark in loaded).items():
@@ -167,6 +201,13 @@ def _loaded(benchmarks) -> list[Benchmark]:
                 "the other"
             )
     return loaded
+
+
+def _kept(keep) -> Kept | None:
+    """Where scores are kept: in a folder, or for True in the user's cache; None: nowhere."""
+    if not keep or isinstance(keep, Kept):
+        return keep or None
+    return Kept(cache_dir() / "scores" if keep is True else keep)
 
 
 def _kept_scores(kept: Kept, key: str) -> pd.DataFrame | None:
@@ -179,6 +220,7 @@ def _scored(
     benchmark: Benchmark, scorer, skip_damaged: bool, kept: Kept | None, commit: str
 ) -> pd.DataFrame:
     """Scores of a benchmark: kept ones where there are any, else new ones, which are then kept."""
+    _check_images(benchmark, scorer)
     if kept:
         key = kept.key(scorer, benchmark, skip_damaged)
         table = _kept_scores(kept, key)
@@ -205,7 +247,7 @@ def evaluate(  # noqa: PLR0913  one call has all options of an evaluation
     *,
     cache=None,  # folder for embeddings; True: the user's cache; None: memory only
     pixels=None,  # the same for decoded images, which other models can use
-    keep=None,  # folder for scores, or a `Kept`, from which finished benchmarks are taken up
+    keep=None,  # folder for scores (True: the user's) or a `Kept`: finished benchmarks are taken up
     device=None,  # where to encode (default: where the model is)
     batch_size: int | None = None,  # images a batch
     n_boot: int = 1000,  # bootstrap resamples
@@ -230,9 +272,8 @@ def evaluate(  # noqa: PLR0913  one call has all options of an evaluation
     fit into the GPU's memory. All that was encoded until then is in the cache, and finished
     benchmarks are kept."""
     benchmarks = _loaded(benchmarks)
-    kept = keep
-    if keep and not isinstance(keep, Kept):
-        kept = Kept(keep)
+    check_at_least_one("n_boot", n_boot)
+    kept = _kept(keep)
     commit = git_commit()
     scorer = scorer_of(model, cache, batch_size, progress, pixels)
     scores = {}

@@ -55,8 +55,7 @@ def file_key(image) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise CompvlError(
-            f"Image {path} cannot be read ({error.strerror}): download it there, "
-            "or correct the image root."
+            f"Image {path} cannot be read ({error.strerror}): check its path."
         ) from None
     return content_key(content + repr(getattr(image, "box", None)).encode())
 

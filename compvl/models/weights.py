@@ -66,7 +66,7 @@ def read_weights(path, lora_alpha: float | None = None) -> tuple[dict, dict]:
     if not path.exists():
         raise CompvlError(
             f"there is no weights file {path}: give a path that exists, an open_clip tag, "
-            "or leave --pretrained out for random weights"
+            "or random (--pretrained random)"
         )
     content, metadata = read_file(path)
     state = with_all_words(unwrap(content, path), metadata)

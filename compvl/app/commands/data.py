@@ -141,13 +141,13 @@ def _checkpoint_notes(name: str) -> list[str]:
 
 
 def _notes(name: str) -> list[str]:
-    """What a data set or a checkpoint is, what is confirmed of it, and what is not."""
-    from compvl.downloads import DATASETS, confirmed
+    """What a data set or a checkpoint is, where it belongs, and what is confirmed of it or not."""
+    from compvl.downloads import DATASETS, confirmed, target_folders
 
     if name not in DATASETS:
         return []
     data_set = DATASETS[name]
-    what = f"{data_set.title}, {data_set.homepage}"
+    what = f"{data_set.title}, {data_set.homepage}; its place is {target_folders(data_set)}"
     notes = [f"{name}: {what}; {confirmed(data_set)}{_unknown_sizes(data_set)}."]
     if data_set.kind == "checkpoint":
         notes += _checkpoint_notes(name)
@@ -218,8 +218,10 @@ is downloaded."""
 
 # %% ../../../nbs/lib/app/commands/08_data.ipynb #83ff3adf
 def _announce(data_set, files, linked, say) -> None:
-    """Say what would be downloaded of a data set; `linked`: its absent files with a link."""
-    from compvl.downloads import human
+    """Say what would be downloaded of a data set, and where its files belong under the data root.
+
+    `linked`: its absent files with a link."""
+    from compvl.downloads import human, target_folders
 
     download = "nothing"
     if len(linked):
@@ -229,6 +231,7 @@ def _announce(data_set, files, linked, say) -> None:
     say(
         f"{data_set.title} ({data_set.name})\n"
         f"  licence: {data_set.licence}; {data_set.homepage}\n"
+        f"  place: {target_folders(data_set)}\n"
         f"  to download: {download}"
     )
     for file in files[files.note != ""].itertuples():

@@ -22,7 +22,7 @@ from compvl.app.checkpoints import (
     read_checkpoints,
     with_weights,
 )
-from .options import check_output, print_json, print_table
+from .options import check_output, print_json, print_table, writing
 from ...core import CompvlError, atomic_write
 
 # %% auto #0
@@ -91,8 +91,8 @@ def _print_table_of(df, differences, models: list[str], pretrained: str | None) 
 
 # %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #aa726501
 def _write_csv(df, path: Path) -> None:
-    """Write a data frame atomically."""
-    with atomic_write(path) as tmp:
+    """Write a data frame atomically. Raises `CompvlError` where that is not possible."""
+    with writing(path), atomic_write(path) as tmp:
         df.to_csv(tmp, index=False)
 
 
@@ -132,8 +132,21 @@ def _write_items(folder: Path, model: str, benchmarks: list, scores: dict) -> No
         _write_csv(table, model_folder / f"{benchmark.name}.csv")
 
 
-def _cache_folders(folder: Path, keep_pixels: bool) -> dict[str, Path | None]:
-    """Where an evaluation keeps embeddings, scores and decoded images."""
+def _cache_folders(given: Path | None, keep_pixels: bool) -> dict[str, Path | None]:
+    """Where an evaluation keeps embeddings, scores and decoded images.
+
+    In the folder `given` with --cache, else in the user's cache; where that cannot be written, it
+    says so on stderr, and nothing is kept. Raises `CompvlError` where `given` cannot be written."""
+    from compvl.core import cache_dir
+
+    folder = given or cache_dir()
+    try:
+        check_output("--cache", folder, is_folder=True)
+    except CompvlError as error:
+        if given:
+            raise
+        typer.echo(f"compvl: {error} Nothing is kept; --cache names another folder.", err=True)
+        return {}
     pixels = folder / "pixels" if keep_pixels else None
     return dict(cache=folder / "embeddings", keep=folder / "scores", pixels=pixels)
 
@@ -166,8 +179,23 @@ def _print_as_json(figures, differences, failures: dict[str, str]) -> None:
     print_json(found | dict(failures=failures))
 
 # %% ../../../nbs/lib/app/commands/03_evaluate.ipynb #e1a00005
+def _warn_of_default(root: Path | None, pretrained: str | None) -> None:
+    """Say on stderr, where released files are asked for, that the default is not made for them."""
+    is_first_process = int(os.environ.get("RANK", 0)) == 0
+    if root and pretrained in (None, "base") and is_first_process:
+        typer.echo(
+            "compvl: without --model, micro-clip is evaluated, which knows drawn scenes only: for "
+            "photographs, name a model with --model (`compvl models` lists some).",
+            err=True,
+        )
+
+
 def _checkpoints(
-    model: list[str], models: Path | None, pretrained: str | None, activation: str | None
+    model: list[str],
+    models: Path | None,
+    pretrained: str | None,
+    activation: str | None,
+    root: Path | None = None,  # of released files
 ) -> list[Checkpoint]:
     """The models to evaluate. Raises `CompvlError` for one that is given twice."""
     found = [Checkpoint.from_text(text) for text in model]
@@ -175,6 +203,7 @@ def _checkpoints(
         found += read_checkpoints(models)
     if not found:
         found = [Checkpoint("micro-clip")]
+        _warn_of_default(root, pretrained)
     check_titles(found)
     check_pretrained(found, pretrained)
     return [with_weights(checkpoint, pretrained, activation) for checkpoint in found]
@@ -327,7 +356,7 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
     """Score models on benchmarks: every figure with its count and 95 % interval, several models \
 side by side with paired differences. Under `accelerate launch` the processes share the work."""
     # Longer than 40 lines: one argument of the evaluation a line.
-    checkpoints = _checkpoints(model or [], models, pretrained, activation)
+    checkpoints = _checkpoints(model or [], models, pretrained, activation, root)
     _check_outputs(checkpoints, csv, report, items)
     from compvl.benchmarks.loading import load_benchmarks
 
@@ -340,14 +369,13 @@ side by side with paired differences. Under `accelerate launch` the processes sh
         n=n,
     )
     from compvl.app.evaluations import evaluate_bases, evaluate_checkpoints
-    from compvl.core import cache_dir
 
     if "RANK" in os.environ:
         from accelerate import Accelerator
 
         device = device or str(Accelerator().device)
     is_first_process = int(os.environ.get("RANK", 0)) == 0
-    folders = {} if no_cache else _cache_folders(cache or cache_dir(), keep_pixels)
+    folders = {} if no_cache else _cache_folders(cache, keep_pixels)
     announce = _announce if is_first_process else None
     options = dict(
         root=root, device=device, **folders, batch_size=batch_size, skip_damaged=skip_damaged
@@ -366,7 +394,8 @@ side by side with paired differences. Under `accelerate launch` the processes sh
 
             listed = {str(models): models.read_text(encoding="utf-8")} if models else {}
             arguments = (evaluations, benchmarks, differences, failures, _command(), bases, listed)
-            write_card(report, *arguments)
+            with writing(report):
+                write_card(report, *arguments)
         if as_json:
             _print_as_json(figures, differences, failures)
         else:

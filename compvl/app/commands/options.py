@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -15,7 +16,7 @@ import typer
 from ...core import CompvlError
 
 # %% auto #0
-__all__ = ['DataRoot', 'TableAsJson', 'SummaryAsJson', 'parse_settings', 'check_output', 'print_json', 'print_table']
+__all__ = ['DataRoot', 'TableAsJson', 'SummaryAsJson', 'parse_settings', 'writing', 'check_output', 'print_json', 'print_table']
 
 # %% ../../../nbs/lib/app/commands/01_options.ipynb #ca9a9695
 DataRoot = Annotated[
@@ -54,6 +55,18 @@ def parse_settings(pairs: list[str], fields: list[str]) -> dict:
     return settings
 
 # %% ../../../nbs/lib/app/commands/01_options.ipynb #6523e29c
+@contextmanager
+def writing(path: Path):
+    """Context that turns an `OSError` of writing a file into a `CompvlError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CompvlError(
+            f"{path} cannot be written ({error.strerror}): name another file. What was computed is "
+            "in the cache, where there is one."
+        ) from None
+
+
 def check_output(option: str, path: Path, is_folder: bool = False) -> None:
     """Raise `CompvlError` where a file, or files in a folder, cannot be written at a path.
 

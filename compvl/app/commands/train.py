@@ -12,8 +12,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from .options import parse_settings, print_json
-from ...core import CompvlError, read_json
+from .options import check_output, parse_settings, print_json
+from ...core import CompvlError, read_json, runs_dir
 
 # %% auto #0
 __all__ = ['TRAIN_EXAMPLES', 'train_command']
@@ -187,6 +187,7 @@ def train_command(  # noqa: PLR0913  one argument an option
     from compvl.train.config import TrainConfig
     from compvl.train.loop import train
 
+    check_output("--runs", runs or runs_dir(), is_folder=True)
     known = [field.name for field in fields(TrainConfig)]
     _check_file(base, config, known)
     given = dict(
