@@ -367,7 +367,7 @@ def test_a_model_is_trained_on_images_as_its_preprocessing_resizes_them(tmp_path
     files = [{"id": 0, "file_name": "wide.png"}]
     write_json(captions, {"images": files, "annotations": [{"image_id": 0, "caption": "noise"}]})
     options = dict(captions_json=captions, image_root=tmp_path, cache=tmp_path / "cache")
-    config = TrainConfig("hn", data="coco", data_options=options).resolved()
+    config = TrainConfig("clip-ft", data="coco", data_options=options).resolved()
     descriptions = []
     for resize_mode in ("shortest", "squash"):
         model = create_model(device="cpu", preprocessing={"resize_mode": resize_mode})
@@ -378,3 +378,5 @@ def test_a_model_is_trained_on_images_as_its_preprocessing_resizes_them(tmp_path
         descriptions.append(data.describe())
     assert "resize" not in descriptions[0], "names of runs with usual models stay as they are"
     assert descriptions[1]["resize"] == {"resize_mode": "squash"}
+    with pytest.raises(CompvlError, match="--hard-negatives"):
+        open_parts(TrainConfig("hn", data="coco", data_options=options).resolved(), "cpu")
