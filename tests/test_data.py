@@ -296,6 +296,19 @@ def test_samples_without_image_or_caption(tmp_path, photos):
         open_shards([str(tmp_path / "b*.tar")], tmp_path)
 
 
+def test_other_captions_in_a_shard_are_other_data(photos, tmp_path):
+    """A shard that is written again with other texts of the same length is not the same data."""
+    described = []
+    for about in ({}, dict(caption="a dog red"), dict(hard_negative="a cat")):
+        texts = {"caption": "a red dog", **about}
+        sample = dict(__key__="0", jpg=(photos / "000.jpg").read_bytes(), json=texts)
+        with ShardWriter(str(tmp_path / "cc-%d.tar"), verbose=0) as writer:
+            writer.write(sample)
+        described.append(open_shards([tmp_path / "cc-0.tar"], tmp_path).describe())
+    assert len({about["texts"] for about in described}) == 3
+    assert described[0]["shards"] == described[1]["shards"], "names and sizes are the same"
+
+
 def test_a_draw_is_an_identity_only_where_there_is_one(photos, tmp_path):
     """Options that do not change what a batch shows do not change the description."""
     write_captions(tmp_path / "captions.json")
