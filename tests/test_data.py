@@ -296,6 +296,19 @@ def test_samples_without_image_or_caption(tmp_path, photos):
         open_shards([str(tmp_path / "b*.tar")], tmp_path)
 
 
+def test_other_captions_in_a_shard_are_other_data(photos, tmp_path):
+    """A shard that is written again with other texts of the same length is not the same data."""
+    described = []
+    for about in ({}, dict(caption="a dog red"), dict(hard_negative="a cat")):
+        texts = {"caption": "a red dog", **about}
+        sample = dict(__key__="0", jpg=(photos / "000.jpg").read_bytes(), json=texts)
+        with ShardWriter(str(tmp_path / "cc-%d.tar"), verbose=0) as writer:
+            writer.write(sample)
+        described.append(open_shards([tmp_path / "cc-0.tar"], tmp_path).describe())
+    assert len({about["texts"] for about in described}) == 3
+    assert described[0]["shards"] == described[1]["shards"], "names and sizes are the same"
+
+
 def test_a_draw_is_an_identity_only_where_there_is_one(photos, tmp_path):
     """Options that do not change what a batch shows do not change the description."""
     write_captions(tmp_path / "captions.json")
@@ -367,7 +380,7 @@ def test_a_model_is_trained_on_images_as_its_preprocessing_resizes_them(tmp_path
     files = [{"id": 0, "file_name": "wide.png"}]
     write_json(captions, {"images": files, "annotations": [{"image_id": 0, "caption": "noise"}]})
     options = dict(captions_json=captions, image_root=tmp_path, cache=tmp_path / "cache")
-    config = TrainConfig("hn", data="coco", data_options=options).resolved()
+    config = TrainConfig("clip-ft", data="coco", data_options=options).resolved()
     descriptions = []
     for resize_mode in ("shortest", "squash"):
         model = create_model(device="cpu", preprocessing={"resize_mode": resize_mode})
@@ -378,3 +391,5 @@ def test_a_model_is_trained_on_images_as_its_preprocessing_resizes_them(tmp_path
         descriptions.append(data.describe())
     assert "resize" not in descriptions[0], "names of runs with usual models stay as they are"
     assert descriptions[1]["resize"] == {"resize_mode": "squash"}
+    with pytest.raises(CompvlError, match="--hard-negatives"):
+        open_parts(TrainConfig("hn", data="coco", data_options=options).resolved(), "cpu")

@@ -15,6 +15,7 @@ import torch
 from compvl.core import CompvlError
 from compvl.data.loading import load_train_data
 from compvl.models.clip import create_model
+from compvl.models.wrap import wrap_model
 from compvl.train.batches import Collate, step_indices
 from compvl.train.config import METHODS, TrainConfig
 from compvl.train.loop import run_name, train
@@ -322,6 +323,36 @@ def test_mistakes_are_named_before_training(tmp_path):
         with pytest.raises(CompvlError, match=says):
             train(TrainConfig(**{**CONFIG, **options}), runs=tmp_path, progress=False)
     assert not list(tmp_path.glob("hp+hn-*"))
+
+
+class Averages(torch.nn.Module):
+    """A network of a user: the mean colour of an image and the mean embedding of a caption."""
+
+    def __init__(self):
+        super().__init__()
+        self.pixels = torch.nn.Linear(3, 8)
+        self.words = torch.nn.Embedding(49408, 8)
+        self.logit_scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def encode_image(self, images):
+        return self.pixels(images.mean((2, 3)))
+
+    def encode_text(self, tokens):
+        return self.words(tokens).mean(1)
+
+
+def test_a_network_of_a_user_is_trained_and_opened_again(tmp_path):
+    """Its run is opened with the network, which the message names where it is left out."""
+    tokenizer = create_model("micro-clip", device="cpu").tokenizer
+    half = (0.5, 0.5, 0.5)
+    own = wrap_model(Averages(), lambda image: None, tokenizer, "own", 48, half, half)
+    config = TrainConfig(**{**CONFIG, "validate_every": None})
+    run = train(config, runs=tmp_path, progress=False, model=own)
+    with pytest.raises(CompvlError, match="no model 'own'.*model="):
+        load_run(run.folder, "cpu")
+    opened = load_run(run.folder, "cpu", model=own)
+    assert opened.model.fingerprint() == run.model.fingerprint() != own.fingerprint()
+    assert opened.model.pretrained == str(run.folder)
 
 
 OWN_TERM = """

@@ -264,6 +264,7 @@ class ShardCaptions(CaptionedImages):
             data="webdataset",
             shards=config_hash([[p.name, p.stat().st_size] for p in source.paths if p.exists()]),
             images=config_hash([source.names, source.stamps[:, 0].tolist()]),
+            texts=config_hash([source.captions, source.hard_negatives, source.hard_positives]),
             **digests,
         )
         if any(source.hard_negatives):

@@ -82,14 +82,15 @@ def _check_tokenizer(tokenizer: Callable, name: str):
     raise CompvlError(
         f"the tokenizer of {name} returns {found} for two captions, and not a tensor with two "
         "rows: wrap a tokenizer of transformers in a function such as lambda captions: "
-        "tokenizer(captions, padding=True, truncation=True, return_tensors='pt')['input_ids']"
+        "tokenizer(captions, padding='max_length', truncation=True, max_length=77, "
+        "return_tensors='pt')['input_ids']"
     )
 
 # %% ../../nbs/lib/models/07_wrap.ipynb #69f1c80c
 def wrap_model(
     clip: nn.Module,  # the network, see below
     preprocess: Callable | None,  # PIL image -> float [3, H, W]; None for a text encoder
-    tokenizer: Callable,  # list of str -> int64 [B, L], of any L
+    tokenizer: Callable,  # list of str -> int64 [B, L], of any L; in training always the same L
     name: str = "wrapped",
     image_size: int | None = None,  # pixels; default: what a torchvision `preprocess` shows
     mean: tuple | None = None,  # three floats; default likewise

@@ -83,7 +83,8 @@ def group_numbers(ids) -> Tensor:
 class TokenCache:
     """A tokenizer that keeps the tokens of the texts that it has seen, up to `most`.
 
-    `words`: all words that texts may have. Raises `CompvlError` for a text with another one."""
+    `words`: all words that texts may have. Raises `CompvlError` for a text with another one, and
+    for a tokenizer whose rows are not all of one length."""
 
     def __init__(self, tokenizer, words: Sequence[str] | None = None, most: int = 1 << 17):
         self.tokenizer = tokenizer
@@ -100,8 +101,10 @@ class TokenCache:
             new = list(dict.fromkeys(texts))
         if new:
             rows = self.tokenizer(new).to(torch.int32).numpy()
-            self._check(new, rows)
-            lengths = self.length - (rows[:, ::-1] != 0).argmax(1)  # without zeros at the end
+            self._check_length(rows)
+            self._check_words(new, rows)
+            places = np.arange(1, self.length + 1)
+            lengths = ((rows != 0) * places).max(1)  # up to the last token that is not zero
             for text, row, length in zip(new, rows, lengths, strict=True):
                 self.known[text] = row[:length].copy()
         tokens = np.zeros((len(texts), self.length), np.int64)
@@ -110,7 +113,17 @@ class TokenCache:
             row[: len(known)] = known
         return torch.from_numpy(tokens)
 
-    def _check(self, texts: list[str], rows: np.ndarray):
+    def _check_length(self, rows: np.ndarray):
+        "Raise `CompvlError` for rows of another length than those of other calls."
+        if rows.shape[1] != self.length:
+            raise CompvlError(
+                f"the tokenizer returns rows of {self.length} tokens in one call and of "
+                f"{rows.shape[1]} in another, and training needs one length: pad to the context "
+                "length, as a tokenizer of transformers does with padding='max_length', "
+                "max_length=77"
+            )
+
+    def _check_words(self, texts: list[str], rows: np.ndarray):
         "Raise `CompvlError` for a text with a word that it may not have."
         if self.allowed is None:
             return

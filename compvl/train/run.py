@@ -10,13 +10,16 @@ __all__ = ['NOT_IDENTITY', 'count_steps', 'unused_fields', 'run_identity', 'fold
 import csv
 import io
 import os
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pandas as pd
+import torch
 
 from ..core import CompvlError, atomic_write, config_hash, read_json
 from ..models.clip import Model, create_model
+from ..models.weights import load_weights
 from .terms import needed, term_versions
 
 # %% ../../nbs/lib/train/08_run.ipynb #a09fb9df
@@ -196,15 +199,33 @@ class Run:
         return pd.read_csv(file) if file.exists() else pd.DataFrame()
 
 
-def load_run(folder, device=None) -> Run:
-    """Open a finished run. Raises `CompvlError` where it is not there or not finished."""
+def load_run(
+    folder,
+    device=None,  # default CUDA where present
+    model: Model | None = None,  # a network of one's own: a copy of it gets the run's weights
+) -> Run:
+    """Open a finished run.
+
+    Raises `CompvlError` where it is not there or not finished, and where the run's weights are not
+    those of its model."""
     folder = Path(folder)
     if not (folder / "DONE").exists():
         raise CompvlError(
             f"{folder} holds no finished run: `train` with its config makes or resumes it"
         )
-    model_name = read_json(folder / "config.json")["model"]
-    return Run(folder, create_model(model_name, folder, device))
+    name = read_json(folder / "config.json")["model"]
+    if model is None:
+        try:
+            return Run(folder, create_model(name, folder, device))
+        except CompvlError as error:
+            raise CompvlError(
+                f"{error}; the run of a network of your own is opened with "
+                "load_run(folder, model=wrap_model(…))"
+            ) from None
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    clip = deepcopy(model.clip).to(device)
+    load_weights(clip, folder / "weights.safetensors", name)
+    return Run(folder, replace(model, clip=clip.eval(), pretrained=str(folder)))
 
 # %% ../../nbs/lib/train/08_run.ipynb #ff998398
 def run_folders(runs) -> list[Path]:

@@ -92,8 +92,9 @@ class Towers(nn.Module):
             )
         distillation = None
         if self.head:
-            unnormalised = image_features * image_features.shape[1] ** 0.5
-            distillation = sds_loss(self._teacher[0], self.head, unnormalised, captions)
+            # The D numbers of a unit vector are of size 1 / √D, and these of size 1.
+            of_size_1 = image_features * image_features.shape[1] ** 0.5
+            distillation = sds_loss(self._teacher[0], self.head, of_size_1, captions)
         return image_features, text_features, scale, bias, token_attributions, distillation
 
     def _attribute(self, image_features, tokens, attribution, score):
@@ -326,7 +327,8 @@ class ChunkedBackward:
                 self.states[k].restore()
                 outputs = self.encode(items, texts, attribution)
                 images, captions, *scalars = outputs[: 2 + len(scalar_gradients)]
-                # its gradient is that of the loss
+                # The gradients of the loss are constants here: d product / dw is
+                # Σ gradient · d feature / dw, which by the chain rule is that of the loss.
                 product = (images * image_gradients[items]).sum()
                 product = product + (captions * text_gradients[texts.to(self.model.device)]).sum()
                 if k == last:

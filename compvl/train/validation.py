@@ -22,20 +22,43 @@ from .step import Towers, attention_kernel, batch_loss
 VALIDATION_COLUMNS = ("step", "benchmark", "group", "metric", "value")
 
 
-def _validation_data(data, config: TrainConfig):
-    """Items that are not trained on. Raises `CompvlError` for data without any."""
+def _held_out_batches(data, collate: Collate, config: TrainConfig, accelerator) -> list[dict]:
+    """Batches of items that are not trained on; none of data without such items, if the config
+    names benchmarks.
+
+    Raises `CompvlError` where there is nothing to validate on, or less than a batch."""
     if not hasattr(data, "validation"):
+        if config.validate_on:
+            return []
         raise CompvlError(
-            f"{type(data).__name__} has no validation items: leave validate_every out, or give "
-            "the data a method `validation(n)` that returns a data set of n others"
+            f"{type(data).__name__} has no validation items: leave validate_every out, name "
+            "benchmarks in validate_on, or give the data a method `validation(n)` that returns a "
+            "data set of n others"
         )
-    return data.validation(config.n_validation)
+    items = Steps(
+        data.validation(config.n_validation),
+        collate,
+        config,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
+    n_batches = len(items.data) // config.batch_size
+    if not n_batches:
+        raise CompvlError(
+            f"n_validation={len(items.data)} is less than a batch of {config.batch_size}: "
+            "raise n_validation, or lower batch_size"
+        )
+    batches = []
+    for micro_batches in stream_batches(items, range(n_batches), cuda=False):
+        batches += micro_batches
+    return batches
 
 
 class Validation:
     """What is computed during a run: `Validation(...)(towers)` returns a list of rows.
 
-    Raises `CompvlError` for data without validation items, or with fewer than a batch."""
+    Of data without validation items, only benchmarks are computed. Raises `CompvlError` where there
+    are none of these either, and for less than a batch of items."""
 
     def __init__(
         self,
@@ -46,22 +69,7 @@ class Validation:
     ):
         self.config = config
         self.accelerator = accelerator
-        items = Steps(
-            _validation_data(data, config),
-            collate,
-            config,
-            accelerator.process_index,
-            accelerator.num_processes,
-        )
-        n_batches = len(items.data) // config.batch_size
-        if not n_batches:
-            raise CompvlError(
-                f"n_validation={len(items.data)} is less than a batch of {config.batch_size}: "
-                "raise n_validation, or lower batch_size"
-            )
-        self.batches = []
-        for micro_batches in stream_batches(items, range(n_batches), cuda=False):
-            self.batches += micro_batches
+        self.batches = _held_out_batches(data, collate, config, accelerator)
         self.benchmarks = []
         for name in expand(config.validate_on, micro=True):
             self.benchmarks.append(load_benchmark(name, n=config.n_validation, split="val"))
@@ -71,7 +79,7 @@ class Validation:
 
         `carried`: what terms have kept from the last training step (`Features.carried`)."""
         towers.eval()
-        values = self.losses(towers, carried)
+        values = self.losses(towers, carried) if self.batches else {}
         rows = [dict(benchmark="loss", group="all", metric=k, value=v) for k, v in values.items()]
         if self.benchmarks:
             figures = evaluate(towers.model, self.benchmarks, n_boot=2, progress=False)
