@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributed as dist
 
+from .core import CompvlError
+
 # %% ../nbs/lib/04_losses.ipynb #3517cbcf
 def _world() -> int:
     "The number of processes."
@@ -79,6 +81,15 @@ def _cross_entropy(logits: Tensor, labels: Tensor, excluded: Tensor | None = Non
     return F.cross_entropy(logits, labels, reduction="none")
 
 
+def _check_rows(rows: Tensor, **others: Tensor | None):
+    "Raise `CompvlError` where others, by name, have another number of rows, which would broadcast."
+    for name, other in others.items():
+        if other is not None and len(other) != len(rows):
+            raise CompvlError(
+                f"{name} has {len(other)} rows, and the batch has {len(rows)}: give one for each"
+            )
+
+
 def _own_columns(rows: Tensor) -> Tensor:
     "The column of each of this process's rows in the gathered batch: int64 [B]."
     return torch.arange(len(rows), device=rows.device) + _rank() * len(rows)
@@ -107,6 +118,11 @@ def _masked(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
     Masked texts are zero, so that nothing they contain reaches the loss or its gradient."""
     x = precise(x)
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
+        raise CompvlError(
+            f"a mask of {mask.dtype} {tuple(mask.shape)} does not fit texts {tuple(x.shape)}: give "
+            "bool, one for each text"
+        )
     if x.ndim == 2:
         x = x[:, None]
         mask = None if mask is None else mask[:, None]
@@ -129,6 +145,7 @@ def itc_loss(
     Items that are not there are neither rows nor columns. Returns this process's share of the
     global batch's loss. Source: Radford et al. 2021, Figure 3; `negatives`: Yuksekgonul et al. 2023
     (NegCLIP), Section 4."""
+    _check_rows(images, captions=captions, groups=groups, mask=mask)
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(precise, (images, captions))
         excluded = _not_contrasted(groups, mask)
@@ -160,6 +177,7 @@ def hard_negative_loss(
     Rows without a hard negative are left out. The loss and its gradient are exactly zero where no
     row has one. Returns this process's share of the global batch's loss.
     Source: Doveh et al. 2023 (SVLC), Section 3.2; Kamath et al. 2024."""
+    _check_rows(images, captions=captions, negatives=negatives)
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(precise, (images, captions))
         negatives, mask = _masked(negatives, mask)
@@ -185,6 +203,7 @@ def analogy_loss(
     Other items are neither rows nor columns. The loss and its gradient are exactly zero where no
     row has a hard positive. Returns this process's share of the global batch's loss.
     Source: Doveh et al. 2023 (SVLC), Section 3.3; Kamath et al. 2024."""
+    _check_rows(images, captions=captions, positives=positives, mask=mask, groups=groups)
     with torch.autocast(images.device.type, enabled=False):
         images, captions, positives = map(precise, (images, captions, positives))
         if mask is None:
@@ -216,6 +235,7 @@ def attribution_excess(
     caption has none. With `relations`, A_comp is the mean of two means instead, that over relation
     tokens and that over the others of `composition`; where a caption has one of them, that one.
     Source: Li et al. 2024 (CAE), Section 3; means of means are ours."""
+    _check_rows(a, objects=objects, composition=composition, relations=relations)
     with torch.autocast(a.device.type, enabled=False):
         a = precise(a)
         if relations is None:
@@ -270,6 +290,7 @@ def bag_loss(
     Source: Miech et al. 2020 (MIL-NCE), Equation 1; Doveh et al. 2023 (DAC). DAC's released code
     counts an image's own bag twice in the denominator, which halves the weight of all negatives and
     adds log 2."""
+    _check_rows(images, bags=bags, groups=groups)
     with torch.autocast(images.device.type, enabled=False):
         images = precise(images)
         bags, mask = _masked(bags, mask)
@@ -393,6 +414,7 @@ def calibrated_negative_loss(
     none (the released code gives them the logit 0), and rows without any are left out.
     Returns this process's share of the global batch's loss. Source: Oh et al. 2024 (FSC-CLIP), its
     global loss; `_focal_loss_with_nsr` in `src/training/losses/loss.py` of ytaek-oh/fsc-clip."""
+    _check_rows(images, captions=captions, negatives=negatives)
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(precise, (images, captions))
         negatives, mask = _masked(negatives, mask)
@@ -422,6 +444,7 @@ def intra_modal_loss(
     lezhang7/Enhance-FineGrained up to its commit 2d07821. The code there now leaves I_i·T_i out of
     the row and keeps the label 0, so that every caption is drawn to the batch's first hard
     negative and away from all others. `has_positive=False` is this loss."""
+    _check_rows(images, captions=captions, negatives=negatives)
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(precise, (images, captions))
         negatives, mask = _masked(negatives, mask)
@@ -454,6 +477,7 @@ def rank_loss(
     batch's loss. Source: Zhang et al. 2024 (CE-CLIP), the cross-modal rank loss; `get_cmr_loss` in
     `src/open_clip/loss.py` of lezhang7/Enhance-FineGrained, which also counts those that are not
     there, as zero."""
+    _check_rows(images, captions=captions, negatives=negatives)
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(precise, (images, captions))
         negatives, mask = _masked(negatives, mask)
@@ -469,16 +493,16 @@ def _leads(images: Tensor, captions: Tensor, negatives: Tensor, scale) -> Tensor
 
 @torch.no_grad()
 def lead_of(
-    images: Tensor,
-    captions: Tensor,
-    negatives: Tensor,  # [B, D] or [B, K, D]
-    scale: Tensor | float,
+    images: Tensor,  # unit vectors [B, D], images
+    captions: Tensor,  # unit vectors [B, D], their captions
+    negatives: Tensor,  # unit vectors [B, D] or [B, K, D], hard negatives of the captions
+    scale: Tensor | float,  # s > 0
     mask: Tensor | None = None,  # bool [B] or [B, K]
 ) -> Tensor:
     """How far captions are above their k-th hard negative, on average over the global batch: [K].
 
-    [1] where negatives are [B, D]. Arguments as of `rank_loss`. In logits, without gradient; 0
-    where no caption has a k-th."""
+    [1] where negatives are [B, D]. In logits, without gradient; 0 where no caption has a k-th."""
+    _check_rows(images, captions=captions, negatives=negatives)
     with torch.autocast(images.device.type, enabled=False):
         negatives, mask = _masked(negatives, mask)
         leads = _leads(precise(images), precise(captions), negatives, scale)
@@ -497,6 +521,7 @@ def paraphrase_distance(
     Exactly zero where no row has a hard positive. Returns this process's share of the global
     batch's loss. Source: Peleg et al. 2025 (CLIC), Equation 6; `compute_uni_modal_loss` in
     `losses.py` of AmitPeleg/CLIC."""
+    _check_rows(captions, positives=positives, mask=mask)
     with torch.autocast(captions.device.type, enabled=False):
         captions, positives = map(precise, (captions, positives))
         if mask is None:
@@ -518,6 +543,7 @@ def unit_loss(
     mean over k, so that the loss is exactly zero where no item has a unit.
     Returns this process's share of the global batch's loss. Source: Kargi et al. 2026 (CS-CLIP);
     `negclip_hard` in `alignment/losses.py` of kargibora/CS-CLIP."""
+    _check_rows(images, units=units, foils=foils, groups=groups)
     with torch.autocast(images.device.type, enabled=False):
         images = precise(images)
         units, mask = _masked(units, mask)
@@ -544,13 +570,14 @@ def triplet_loss(
     negatives: Tensor,  # unit vectors [B, D], hard negatives of the captions
     scale: Tensor | float,  # s > 0
     mask: Tensor | None = None,  # bool [B], True where there are a hard negative and its image
-    groups: Tensor | None = None,  # int64 [B]: items of one group are not contrasted
+    groups: Tensor | None = None,  # int64 [B]: in the first batch, those of one are not contrasted
 ) -> Tensor:
     """NegCLIP's loss of (I, T, N) and that of (I', N, T), I' the image of N; their sum, a scalar.
 
-    Items without a counterpart are in the first batch alone. Returns this process's share of the
-    global batch's loss. Source: Patel et al. 2024 (TripletCLIP); `tripletclip_loss` in
-    `src/openclip/src/loss.py` of tripletclip/TripletCLIP, where each item has a counterpart."""
+    Items without a counterpart are in the first batch alone, and `groups` apply to it alone.
+    Returns this process's share of the global batch's loss. Source: Patel et al. 2024
+    (TripletCLIP); `tripletclip_loss` in `src/openclip/src/loss.py` of tripletclip/TripletCLIP,
+    where each item has a counterpart."""
     of_items = itc_loss(images, captions, scale, negatives, mask, groups)
     of_counterparts = itc_loss(counter_images, negatives, scale, captions, mask, mask=mask)
     return of_items + of_counterparts
