@@ -220,12 +220,12 @@ def _scored(
     benchmark: Benchmark, scorer, skip_damaged: bool, kept: Kept | None, commit: str
 ) -> pd.DataFrame:
     """Scores of a benchmark: kept ones where there are any, else new ones, which are then kept."""
-    _check_images(benchmark, scorer)
     if kept:
         key = kept.key(scorer, benchmark, skip_damaged)
         table = _kept_scores(kept, key)
         if table is not None:
             return table
+    _check_images(benchmark, scorer)
     table = _score(benchmark, scorer, skip_damaged)
     table.attrs["commit"] = commit
     if kept and processes()[0] == 0:
