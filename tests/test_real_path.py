@@ -416,6 +416,7 @@ class Photographs:
         """Train one step, with these options of the data in place of the usual ones."""
         config = TrainConfig(
             model="micro-clip",
+            method="hn",
             pretrained=pretrained,
             data="coco",
             batch_size=4,
