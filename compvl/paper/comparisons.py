@@ -86,6 +86,8 @@ def carried(
 LOSS_GROUPS = {row.label: [row.key] for row in HP_TABLE1 if row.source != "bound"}
 LOSS_GROUPS["mean of the seven models of other groups"] = [row.key for row in OTHER_GROUPS]
 _LOSS_ON = {"REPLACE": "replace", "SWAP": "swap", "REPLACE's attributes": "replace-attributes"}
+# as the paper prints it; its cells for CLIP on REPLACE are rounded, and differ by 14.8
+_PRINTED = {(("clip",), "REPLACE"): 14.9}
 
 
 def hard_positive_losses(
@@ -106,8 +108,9 @@ def hard_positive_losses(
             terms = loss_of(keys, benchmark)
             loss = Contrast("01_brittleness", on, terms, paper="hard_positives_table1")
             found = loss.evaluate(res)
+            published = _PRINTED.get((tuple(keys), on), loss.published())
             line = dict(model=name, on=on, loss=found["difference"], lo=found["lo"])
-            lines.append(line | dict(hi=found["hi"], published=loss.published()))
+            lines.append(line | dict(hi=found["hi"], published=published))
     columns = ["model", "on", "loss", "lo", "hi", "published"]
     return pd.DataFrame(lines, columns=columns)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ..core import CompvlError, pick
+from .claims import figure_text
 from compvl.paper.columns import (
     ABLATION,
     ACCURACY,
@@ -89,6 +90,7 @@ def row_minus(b: str, a: str, column: Column | tuple[str, str, str]) -> Terms:
 _LOSS_AT = {  # benchmark -> the group over all of it
     "replace": "macro",
     "swap": "all",
+    "replace-relations": "all",
     "replace-attributes": "all",
 }
 
@@ -115,6 +117,8 @@ class Contrast:
     seeds: int | None = None  # where they are not those of the results: CLIP is one model
     # (row, another row): the published cells of the other one stand for those of the first
     stand_in: tuple[str, str] | None = None
+    # "not below −1" is a bound of −1, and the sign +1: the evidence is the difference from it
+    bound: float = 0.0
 
     @property
     def stem(self) -> str:
@@ -182,10 +186,13 @@ class Contrast:
         if table is None:
             return None
         row = _row(table, dict(test=self.test), self.stem)
-        outcome = "no data"
+        record = row.to_dict() | dict(published=published, verdict="no data")
+        if self.bound:
+            from_bound = {name: row[name] - self.bound for name in ("difference", "lo", "hi")}
+            test = f"{self.test}, from {figure_text(self.bound, 1)}"
+            record |= from_bound | dict(test=test, p=np.nan)
         if not np.isnan(row.difference):
-            outcome = verdict(row.lo, row.hi, sign, abs(published))
-        record = row.to_dict() | dict(published=published, verdict=outcome)
+            record["verdict"] = verdict(record["lo"], record["hi"], sign, abs(published))
         return pd.DataFrame([record], columns=[*TEST_COLUMNS, "seeds"])
 
 
