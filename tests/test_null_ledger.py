@@ -72,7 +72,7 @@ CONTRASTS = [
 FED = {
     "scores": ("TCL13",),
     "scores of repeated edits": ("TCL11",),
-    "attributions": ("CAE1", "CAE2", "CAE3", "CAE5"),
+    "attributions": ("CAE1", "CAE2", "CAE3", "CAE5", "CAE44"),
     "similarities of phrases": ("CAE6", "CAE7", "CAE32", "CAE37"),
     "causal features": ("TCL1", "TCL2", "TCL18", "TCL19"),
     "readers": ("TCL15", "TCL16", "TCL17"),
@@ -486,7 +486,10 @@ def attributions(masks: dict[str, np.ndarray], of_tokens_by) -> pd.DataFrame:
 
 def attribution_tables(masks, of_tokens_by, rng) -> dict[str, pd.DataFrame]:
     """The tables of 05_attribution: gaps between kinds, and correlations of ratio and accuracy."""
-    table = gaps({"CLIP": attributions(masks["coco-retrieval"], of_tokens_by)}, N_BOOT)
+    of_captions = {}
+    for label in ("CLIP", ROWS["hn"].label):
+        of_captions[label] = attributions(masks["coco-retrieval"], of_tokens_by)
+    table = gaps(of_captions, N_BOOT)
     of_pairs = attributions(masks["aro-relation"], of_tokens_by)
     is_right = rng.random(len(masks["aro-relation"]["object"])) < 0.5
     effects = []

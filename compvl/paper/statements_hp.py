@@ -663,6 +663,7 @@ _APPENDIX_E = [
         "of six figures of Table 10 is more than 1 point below HN's)",
         "hard positives keep standard tasks",
         _maintained("hn", _TOLERANCE),
+        kind="premise",
     ),
     Statement(
         "HP83",
@@ -1108,6 +1109,7 @@ _MORE = [
         "the largest loss there)",
         "HP+HN against captions, standard tasks",
         _maintained("clip-coco", -3.3),
+        kind="premise",
     ),
     Statement(
         "HP79",
@@ -1126,6 +1128,7 @@ _MORE = [
         "figures of Table 10 is not more than 1 point below CLIP's)",
         "HP+HN: standard tasks overall",
         (_standard_mean("clip", paper="", sign=1, bound=_TOLERANCE),),
+        kind="premise",
     ),
     Statement(
         "HP82",
