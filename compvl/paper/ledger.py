@@ -188,6 +188,7 @@ def _needed(undecided: pd.DataFrame, width: pd.Series) -> tuple[str, pd.Series, 
 
 
 _SHOWN_SIZE = {"points": (1, "one point"), "nats": (0.1, "0.1 nats")}
+_MOST_NAMED = 1_000_000  # items; a larger number of them says no more than that it is hopeless
 
 
 def _needed_text(tests: pd.DataFrame, unit: str) -> str:
@@ -200,12 +201,19 @@ def _needed_text(tests: pd.DataFrame, unit: str) -> str:
     if needed.isna().all():
         return "No size is published, on which the number of items depends that would decide it."
     at = needed.idxmax()
+    subject = "It"
+    unpublished = "No size is published."
+    if len(tests) > 1:
+        subject = f"The test *{undecided.test[at]}*"
+        unpublished = f"For the test *{undecided.test[at]}*, no size is published."
     if not is_published[at] and needed[at] <= there[at]:
-        return f"No size is published. A difference of {name} would have shown."
+        return f"{unpublished} A difference of {name} would have shown."
     number = f"about {np.ceil(needed[at]):,.0f} {things}, instead of {there[at]:,.0f}"
+    if needed[at] > _MOST_NAMED:
+        number = f"more than a million {things}"
     if is_published[at]:
-        return f"It would be decided with {number}."
-    return f"No size is published. A difference of {name} would show with {number}."
+        return f"{subject} would be decided with {number}."
+    return f"{unpublished} A difference of {name} would show with {number}."
 
 
 def evaluation_text(

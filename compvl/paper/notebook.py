@@ -68,6 +68,7 @@ def _verdict_row(found: Evaluation) -> dict:
         "measured": measured_text(tests, found.statement.unit),
         "published": published_text(tests, found.statement.unit),
         "unit": found.statement.unit,
+        "seeds": f"{tests.seeds.max():.0f}" if tests.seeds.notna().any() else "–",
         "verdict": found.verdict,
     }
 
@@ -80,12 +81,15 @@ def _longer_cell(id: str, store: Store) -> str:
     found = judged(id, store)
     if found is None:
         return ""
-    return f"{measured_text(found.tests, found.statement.unit)}: {found.verdict}"
+    n_seeds = int(found.tests.seeds.max())
+    seeds = f"{n_seeds} seed{'s' if n_seeds > 1 else ''}"
+    return f"{measured_text(found.tests, found.statement.unit)} ({seeds}): {found.verdict}"
 
 
 _VERDICT_NOTE = """Measured: the difference with its 95 % interval; where a statement has several
 tests, the smallest and the largest difference. After longer training: the same, 3,000 steps long,
-for an effect whose models are all finetuned in the profile micro-full so far. The notebook
+for an effect whose models are all finetuned in the profile micro-full so far (pretrained models: on
+more items). With several seeds, intervals are over items and seeds, else over items. The notebook
 11_claims says how a verdict is reached; its table *evidence* has each test.
 """.replace("\n", " ").strip()
 

@@ -120,7 +120,7 @@ class Profile:
     def _items(self) -> str:
         if not self.n_items:
             return "all items of each benchmark"
-        exceptions = f"SWAP: {2 * self.n_items:,}"
+        exceptions = f"SWAP: {2 * self.n_items:,}; retrieval: {self.n_retrieval:,} images"
         if self.n_verbs:
             exceptions += f"; SVO-Probes and ComVG: {3 * self.n_verbs:,}"
         return f"{self.n_items:,} items of each benchmark ({exceptions})"

@@ -166,10 +166,11 @@ TCL = [
     Statement(
         "TCL14",
         "text",
-        "The features of images and of texts are apart: there is a modality gap",
+        "The features of images and of texts are apart: there is a modality gap (here: a "
+        "hyperplane sorts held-out images from texts)",
         "there is a modality gap",
         (Findings(_CAUSAL, ("clip-modality-gap",), seeds=1),),
-        kind="by construction",
+        kind="premise",
     ),
     Statement(
         "TCL15",
