@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from compvl.app import cli
 from compvl.benchmarks.loading import expand
@@ -108,6 +110,9 @@ def test_help_needs_no_heavy_import():
         (["train", "--epochs", "nan"], ["epochs=nan"]),
         (["train", "--config", "no-such.json"], ["no-such.json"]),
         (["train", "--data", "coco"], ["--train-captions"]),
+        (["train", "--data", "table"], ["--train-captions"]),
+        (["train", "--data", "table", "--train-captions", "c.json"], ["c.json", "data='coco'"]),
+        (["train", "--train-captions", "no-such.tsv.gz"], ["no-such.tsv.gz does not exist"]),
         (["train", "--runs", "/dev/null/runs"], ["--runs", "cannot be written"]),
         (["bench", "no-such"], ["no-such", "evaluate-engine"]),
         (["bench", "--set", "n=32"], ["--set n", "no such option"]),
@@ -193,6 +198,51 @@ def test_a_recipe_fills_what_is_not_given(tmp_path, inside):
 
 MODELS = ["--model", "micro-clip", "--model", "micro-clip:random"]
 SMALL = ["--benchmark", "replace,stsb", "--n", "30", "--device", "cpu"]
+
+
+def write_pairs(folder):
+    """pairs.csv with eight captions of four small images, and a column `photo` for them."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(8):
+        name = f"{i // 2}.png"
+        Image.fromarray(rng.integers(0, 256, (48, 60, 3), dtype=np.uint8)).save(folder / name)
+        rows.append(dict(photo=name, title=f"A dog beside {i} red cars and a cat."))
+    pd.DataFrame(rows).to_csv(folder / "pairs.csv", index=False)
+
+
+def test_a_table_is_perturbed_and_trained_on(tmp_path, inside, monkeypatch):
+    """Hard negatives in a file beside the table and in the table itself; --data need not say it."""
+    monkeypatch.setenv("COMPVL_CACHE", str(tmp_path / "cache"))
+    write_pairs(tmp_path)
+    pairs = tmp_path / "pairs.csv"
+    for name in ("hn.jsonl", "pairs_hn.csv"):
+        making = ["--kind", "hn", pairs, tmp_path / name, "--workers", "0", "--json"]
+        status, out, err = inside("perturb", *making)
+        assert status == 0, err
+        assert json.loads(out)["n"] == 8
+
+    options = ["--method", "hn", "--steps", "2", "--batch-size", "4", *FROM_RANDOM_WEIGHTS]
+    options += ["--set", "data_options.image_column=photo", "--json"]
+    runs = []
+    for given in (
+        ["--train-captions", pairs, "--hard-negatives", tmp_path / "hn.jsonl"],
+        ["--train-captions", tmp_path / "pairs_hn.csv"],
+        ["--data", "coco", "--train-captions", tmp_path / "pairs_hn.csv", "--image-root", tmp_path],
+    ):
+        status, out, err = inside("train", *given, *options)
+        assert status == 0, err
+        runs.append(json.loads(out))
+        data = runs[-1]["config"]["train_data"]
+        assert (data["data"], data["n"], data["with_hard_negative"]) == ("table", 8, 8)
+        assert runs[-1]["last"]["with_hn"] == 4
+    assert runs[0]["last"]["loss"] == runs[1]["last"]["loss"]
+    assert runs[1] == runs[2], "the same run is found again"
+
+    status, _, err = inside("train", "--train-captions", pairs, "--steps", "1")
+    assert status == 2
+    assert "only 'photo', 'title'" in err
+    assert "--set data_options.image_column" in err
 
 
 def test_several_models_side_by_side(tmp_path, inside):

@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "images": ["ImageCache", "ImageFolder", "crop_flip", "decode"],
         "aligned": ["read_aligned"],
         "captions": ["CaptionedImages", "CocoCaptions", "ImageOptions"],
+        "table": ["TableCaptions"],
         "shards": ["ShardCaptions", "Shards", "index_shard"],
     },
 )

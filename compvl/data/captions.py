@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ImageOptions', 'CaptionTable', 'draw_texts', 'join_texts', 'count_texts', 'CaptionedImages', 'read_coco',
-           'read_sides', 'CocoCaptions']
+           'open_folder', 'read_sides', 'CocoCaptions']
 
 # %% ../../nbs/lib/data/03_captions.ipynb #302786bc
 from collections.abc import Iterable
@@ -24,6 +24,7 @@ from compvl.data.images import (
     ImageStream,
     crop_flip,
 )
+from ..text.caption_files import is_table
 from ..text.hard_positives import subsample
 
 # %% ../../nbs/lib/data/03_captions.ipynb #634c38b7
@@ -31,8 +32,8 @@ from ..text.hard_positives import subsample
 class ImageOptions:
     """How images of training data are kept, and what a batch shows of them.
 
-    Options of `CocoCaptions` and `ShardCaptions`. Raises `CompvlError` for options that exclude
-    each other."""
+    Options of `CocoCaptions`, `TableCaptions` and `ShardCaptions`. Raises `CompvlError` for options
+    that exclude each other."""
 
     image_size: int = 224  # pixels
     resize_mode: str = "shortest"  # how images become squares: one of `RESIZE_MODES`
@@ -166,7 +167,7 @@ def count_texts(files) -> int:
 # %% ../../nbs/lib/data/03_captions.ipynb #d4563706
 class CaptionedImages:
     """Captions of images with hard negatives and hard positives, as training data; the base of
-    `CocoCaptions` and `ShardCaptions`.
+    `CocoCaptions`, `TableCaptions` and `ShardCaptions`.
 
     A hard negative that equals its caption is dropped; `describe()` counts these. Where images are
     not kept decoded, the next item stands in for one that is damaged.
@@ -292,11 +293,10 @@ def read_coco(captions_json) -> tuple[dict, list[dict]]:
     """File names of images by id, and annotations, of a file in COCO's captions format.
 
     Raises `CompvlError` where something is missing, and for a table."""
-    if Path(captions_json).suffix.lower() in (".csv", ".tsv"):
+    if is_table(captions_json):
         raise CompvlError(
-            f"{captions_json} is a table, and not a captions file in COCO's format (JSON): make an "
-            "entry of 'images' (id, file_name) and one of 'annotations' (image_id, caption) of "
-            "each row, and write its hard negatives as a line of a JSON Lines file"
+            f"{captions_json} is a table, and not a captions file in COCO's format (JSON): use "
+            "data='table' with data_options=dict(table=…), or --train-captions of compvl train"
         )
     document = read_json(captions_json)
     try:
@@ -325,6 +325,17 @@ def read_coco(captions_json) -> tuple[dict, list[dict]]:
                 "'images' does not list"
             )
     return files, annotations
+
+# %% ../../nbs/lib/data/03_captions.ipynb #52c050a9
+def open_folder(image_root, file_names: list[str]) -> tuple[ImageFolder, list[int], str]:
+    """The images of captions: their folder, each caption's row in it, and a digest of the images.
+
+    `file_names`: of each caption's image, below `image_root` or absolute."""
+    names = list(dict.fromkeys(file_names))
+    row = {name: i for i, name in enumerate(names)}
+    source = ImageFolder(image_root, names)
+    digest = config_hash([names, source.stamps[:, 0].tolist()])
+    return source, [row[name] for name in file_names], digest
 
 # %% ../../nbs/lib/data/03_captions.ipynb #78af029d
 def read_sides(
@@ -366,12 +377,10 @@ class CocoCaptions(CaptionedImages):
         texts, digests = read_sides(hard_negatives, hard_positives, captions, captions_json)
         annotations = annotations[:n]
         file_names = [files[annotation["image_id"]] for annotation in annotations]
-        names = list(dict.fromkeys(file_names))
-        row = {name: i for i, name in enumerate(names)}
-        source = ImageFolder(image_root, names)
+        source, rows, images_digest = open_folder(image_root, file_names)
         table = CaptionTable(
             captions[:n],
-            [row[name] for name in file_names],
+            rows,
             [str(annotation.get("id", i)) for i, annotation in enumerate(annotations)],
             [str(annotation["image_id"]) for annotation in annotations],
             [file[:n] for file in texts["hard_negative"]],
@@ -380,7 +389,7 @@ class CocoCaptions(CaptionedImages):
         about = dict(
             data="coco",
             captions=text_digest(captions_json),
-            images=config_hash([names, source.stamps[:, 0].tolist()]),
+            images=images_digest,
             **digests,
         )
         super().__init__(source, table, about, ImageOptions(image_size, **options))

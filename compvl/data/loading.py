@@ -12,6 +12,7 @@ from inspect import signature
 from ..core import CompvlError, pick
 from .captions import CaptionedImages, CocoCaptions, ImageOptions
 from .shards import ShardCaptions
+from .table import TableCaptions
 from ..microworld.datasets import FinetuneSet, PretrainSet
 
 # %% ../../nbs/lib/data/05_loading.ipynb #6fba0121
@@ -19,6 +20,7 @@ TRAIN_DATA = {
     "microworld": FinetuneSet,  # with hard negatives and hard positives
     "pretrain": PretrainSet,  # plain pairs of the microworld
     "coco": CocoCaptions,
+    "table": TableCaptions,  # CSV or TSV
     "webdataset": ShardCaptions,
 }
 
@@ -29,7 +31,7 @@ def data_options(make: type) -> list[str]:
     names = []
     for cls in [make] if of_photographs else make.__mro__[:-1]:
         for name, parameter in signature(cls.__init__).parameters.items():
-            if parameter.kind == parameter.POSITIONAL_OR_KEYWORD:
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 names.append(name)
     if of_photographs:
         names += [option.name for option in fields(ImageOptions)]

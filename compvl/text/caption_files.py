@@ -19,7 +19,7 @@ from ..core import CompvlError
 from .json_stream import STEP, json_entries
 
 # %% auto #0
-__all__ = ['CAPTION_KEYS', 'CaptionRow', 'Captions']
+__all__ = ['CAPTION_KEYS', 'CaptionRow', 'is_table', 'Captions']
 
 # %% ../../nbs/lib/text/10a_caption_files.ipynb #16c60ea6
 CAPTION_KEYS = ("caption", "title", "sentence", "text")
@@ -32,6 +32,7 @@ class CaptionRow(NamedTuple):
     caption: str | None
     problem: str = ""  # why there is no caption
     cells: tuple = ()  # the row of a table
+    line: int = 0  # on which the row of a table begins
 
 # %% ../../nbs/lib/text/10a_caption_files.ipynb #430a9f36
 def _is_lines(head: str) -> bool:
@@ -44,12 +45,30 @@ def _is_lines(head: str) -> bool:
     return bool(head[end:].strip())
 
 
-def _format_of(path: Path, suffix: str, head: str) -> str:
+def _suffix_of(path) -> str:
+    """The last suffix of a file's name in lower case, without the .gz of a compressed one."""
+    return Path(str(path).lower().removesuffix(".gz")).suffix
+
+
+def is_table(path) -> bool:
+    """Whether a file is a table by its name: .csv or .tsv, or one of them with .gz."""
+    return _suffix_of(path) in (".csv", ".tsv")
+
+
+def _delimiter_of(path: Path, head: str) -> str:
+    """What is between the cells of a table: a tab, a comma, or a semicolon where there is none."""
+    header = head.split("\n", 1)[0]
+    if _suffix_of(path) == ".tsv" or "\t" in header:
+        return "\t"
+    return ";" if ";" in header and "," not in header else ","
+
+
+def _format_of(path: Path, head: str) -> str:
     """'csv', 'jsonl' or 'json'."""
     first = head.lstrip()[:1]
-    if suffix.endswith((".csv", ".tsv")):
+    if is_table(path) and first:
         return "csv"
-    if suffix.endswith((".jsonl", ".ndjson")):
+    if _suffix_of(path) in (".jsonl", ".ndjson"):
         return "jsonl"
     if not first:
         raise CompvlError(f"{path} is empty.")
@@ -68,7 +87,8 @@ class Captions:
 
     - JSON Lines: a line is a string, or an object with the caption under `key`. Blank lines are
       skipped.
-    - CSV, TSV: with a header; the caption is in column `key`.
+    - CSV, TSV: with a header; the caption is in column `key`. Cells are between commas, tabs or
+      semicolons, as the header is.
     - JSON: COCO captions (`annotations` with id and caption), a list of strings or objects, or an
       object of objects, such as SugarCrepe's files.
 
@@ -84,20 +104,22 @@ class Captions:
         path,
         key: str | None = None,  # default: the first of CAPTION_KEYS that is there
         skip_bad: bool = False,  # a malformed entry is a row with a `problem`, not an error
+        key_option: str = "--key",  # what gives `key`, for messages
+        strict: bool = False,  # a table whose quotes are not closed or not doubled is an error
     ):
         self.path = Path(path)
         self.key = key
         self.skip_bad = skip_bad
+        self.key_option = key_option
         self.columns = []
         self.share = 0.0
         self._begin = 0
         self._open()
-        suffix = "".join(self.path.suffixes[-2:]).lower().removesuffix(".gz")[-6:]
         head = self._head()
-        self.format = _format_of(self.path, suffix, head)
+        self.format = _format_of(self.path, head)
         if self.format == "csv":
-            has_tabs = suffix.endswith(".tsv") or "\t" in head.split("\n", 1)[0]
-            self._lines = csv.reader(self._decoded(), delimiter="\t" if has_tabs else ",")
+            delimiter = _delimiter_of(self.path, head)
+            self._lines = csv.reader(self._decoded(), delimiter=delimiter, strict=strict)
             self._read_header(looks_like_json=head.lstrip()[:1] in ("{", "["))
 
     def _open(self):
@@ -139,7 +161,7 @@ class Captions:
         if not keys:
             wanted = self.key or f"{', '.join(CAPTION_KEYS[:-1])} or {CAPTION_KEYS[-1]}"
             columns = ", ".join(map(repr, self.columns))[:200]
-            advice = "name the column of the captions with --key"
+            advice = f"name the column of the captions with {self.key_option}"
             if looks_like_json:
                 advice += ", or give JSON the suffix .jsonl or .json"
             raise CompvlError(f"{self.path} has no column {wanted}, only {columns}: {advice}.")
@@ -178,13 +200,13 @@ class Captions:
             return CaptionRow(id, entry)
         return self._bad(id, problem, where)
 
-    def _bad(self, id, problem: str, where: str, cells: tuple = ()) -> CaptionRow:
+    def _bad(self, id, problem: str, where: str, cells: tuple = (), line: int = 0) -> CaptionRow:
         if not self.skip_bad:
             raise CompvlError(
                 f"{self.path}{where} {problem}: fix or remove it, name the field with --key, or "
                 "skip such entries with --skip-bad."
             )
-        return CaptionRow(id, None, problem.split(" (")[0], cells)
+        return CaptionRow(id, None, problem.split(" (")[0], cells, line)
 
     def __iter__(self) -> Iterator[CaptionRow]:
         return getattr(self, f"_{self.format}")()
@@ -206,23 +228,25 @@ class Captions:
         id_column = self.columns.index("id") if "id" in self.columns else None
         width = len(self.columns)
         number = 0
+        end = self._lines.line_num
         try:
             for cells in self._lines:
+                line = end + 1  # a cell in quotes may contain line breaks
+                end = self._lines.line_num
                 if not cells:
                     continue
                 number += 1
                 if len(cells) == width:
                     id = number if id_column is None else cells[id_column]
-                    yield CaptionRow(id, cells[caption_column], "", tuple(cells))
+                    yield CaptionRow(id, cells[caption_column], "", tuple(cells), line)
                 else:
                     problem = "has another number of cells than the header"
                     problem += f" ({len(cells)}, not {width})"
                     padded = tuple((cells + [""] * width)[:width])
-                    yield self._bad(number, problem, f":{self._lines.line_num}", padded)
+                    yield self._bad(number, problem, f":{line}", padded, line)
         except csv.Error as error:
             raise CompvlError(
-                f"{self.path}:{self._lines.line_num} is not a row of a table ({error}): fix or "
-                "remove it."
+                f"{self.path}:{end + 1} is not a row of a table ({error}): fix or remove it."
             ) from None
 
     def _json(self) -> Iterator[CaptionRow]:

@@ -29,6 +29,17 @@ def _check_file(base, path: Path | None, known: list[str]) -> None:
         raise CompvlError(f"{message}, not {', '.join(unknown)}.")
 
 
+def _data_of(captions: Path | None, data: str | None) -> str | None:
+    """The training data that --train-captions and --data ask for; None where they do not say.
+
+    Captions are in COCO's format, or a table by their name, where --data names no other data."""
+    if captions is None or data not in (None, "coco"):
+        return data
+    from compvl.text.caption_files import is_table
+
+    return "table" if is_table(captions) else "coco"
+
+
 def _data_options(skip_damaged: bool, **files) -> dict:
     """Options of the training data as JSON values, without those that were not given."""
     options = {}
@@ -62,6 +73,8 @@ def _train_config(recipe: str | None, base: dict, given: dict, options: dict, se
         ) from None
     if config.data == "coco" and not {"captions_json", "image_root"} <= config.data_options.keys():
         raise CompvlError("coco training data needs --train-captions and --image-root.")
+    if config.data == "table" and "table" not in config.data_options:
+        raise CompvlError("table training data needs --train-captions.")
     if config.data == "webdataset" and "shards" not in config.data_options:
         raise CompvlError("webdataset training data needs --shards.")
     return config
@@ -73,6 +86,8 @@ TRAIN_EXAMPLES = (
     "Example:  [bold]compvl train --recipe hp --train-captions captions_train2017.json "
     "--image-root train2017 --hard-negatives hn.jsonl --hard-positives hp.jsonl[/]   "
     "(as published)\n\n"
+    "Example:  [bold]compvl train --method hn --model ViT-B-32 --pretrained openai --lr 1e-6 "
+    "--train-captions pairs.csv --image-root images --set data_options.image_column=photo[/]\n\n"
     "Example:  [bold]accelerate launch -m compvl.app.cli train --method hn --model ViT-B-32 "
     "--pretrained openai --data coco "
     "--train-captions captions_train2017.json --image-root train2017 "
@@ -109,11 +124,25 @@ def train_command(  # noqa: PLR0913  one argument an option
             help="Starting weights: base, an open_clip tag, a weights file or a run folder."
         ),
     ] = None,
-    data: Annotated[Optional[str], typer.Option(help="microworld | coco | webdataset")] = None,
-    train_captions: Annotated[
-        Optional[Path], typer.Option(help="coco: captions in COCO's JSON format.")
+    data: Annotated[
+        Optional[str],
+        typer.Option(help="microworld | coco | table | webdataset; follows from --train-captions."),
     ] = None,
-    image_root: Annotated[Optional[Path], typer.Option(help="coco: folder of the images.")] = None,
+    train_captions: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="coco: captions in COCO's JSON format. table: .csv or .tsv, or .gz of one, with "
+            "columns of images (image, filepath), captions (caption, title) and, where there are, "
+            "hard_negative (neg_caption) and hard_positive; others are named with --set "
+            "data_options.image_column=NAME, caption_column, …"
+        ),
+    ] = None,
+    image_root: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="coco, table: folder of the images; for a table, its own where not given."
+        ),
+    ] = None,
     shards: Annotated[
         Optional[list[str]],
         typer.Option(
@@ -122,17 +151,21 @@ def train_command(  # noqa: PLR0913  one argument an option
     ] = None,
     hard_negatives: Annotated[
         Optional[list[Path]],
-        typer.Option(help="coco, webdataset: JSONL aligned with the captions; may be repeated."),
+        typer.Option(
+            help="coco, table, webdataset: JSONL aligned with the captions; may be repeated."
+        ),
     ] = None,
     hard_positives: Annotated[
         Optional[list[Path]],
-        typer.Option(help="coco, webdataset: JSONL aligned with the captions; may be repeated."),
+        typer.Option(
+            help="coco, table, webdataset: JSONL aligned with the captions; may be repeated."
+        ),
     ] = None,
     skip_damaged: Annotated[
         bool,
         typer.Option(
             "--skip-damaged",
-            help="coco, webdataset: leave out captions whose image is missing or damaged.",
+            help="coco, table, webdataset: leave out captions whose image is missing or damaged.",
         ),
     ] = False,
     n_train: Annotated[Optional[int], typer.Option(help="Only so many captions.")] = None,
@@ -190,6 +223,7 @@ def train_command(  # noqa: PLR0913  one argument an option
     check_output("--runs", runs or runs_dir(), is_folder=True)
     known = [field.name for field in fields(TrainConfig)]
     _check_file(base, config, known)
+    data = _data_of(train_captions, data)
     given = dict(
         method=method,
         attribution=attribution,
@@ -209,7 +243,7 @@ def train_command(  # noqa: PLR0913  one argument an option
     given = {name: value for name, value in given.items() if value is not None}
     options = _data_options(
         skip_damaged,
-        captions_json=train_captions,
+        **{"table" if data == "table" else "captions_json": train_captions},
         image_root=image_root,
         hard_negatives=hard_negatives,
         hard_positives=hard_positives,
