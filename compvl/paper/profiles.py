@@ -121,6 +121,7 @@ class Profile:
         if not self.n_items:
             return "all items of each benchmark"
         exceptions = f"SWAP: {2 * self.n_items:,}; retrieval: {self.n_retrieval:,} images"
+        exceptions += f"; classification: {self.n_classification:,}"
         if self.n_verbs:
             exceptions += f"; SVO-Probes and ComVG: {3 * self.n_verbs:,}"
         return f"{self.n_items:,} items of each benchmark ({exceptions})"
