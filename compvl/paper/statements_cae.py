@@ -209,7 +209,7 @@ _ATTRIBUTION = [
         unit="hundredths",
         why=(
             "ARO's captions and their foils consist of the same words. The attribution of the "
-            "relation's token does not show their order."
+            "relation's token may say little about their order."
         ),
     ),
     Statement(

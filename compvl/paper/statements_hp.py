@@ -643,7 +643,7 @@ _APPENDIX_E = [
         _standard("clip-coco", "clip", _CLASSIFICATION),
         why=(
             "The captions of finetuning describe the same drawn world as those of pretraining, so "
-            "that there is little to forget."
+            "that there may be little to forget."
         ),
     ),
     Statement(

@@ -227,7 +227,7 @@ TCL = [
         "invariant block identified, wide features",
         (Findings(_HARD, _identified("hard-new-12") + _identified("hard-1000-12")),),
         unit="hundredths",
-        why="Features that have room left encode what training pairs alone need.",
+        why="Features that have room left perhaps encode what tells training pairs apart.",
         ours=True,
     ),
 ]
