@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from compvl.app import cli
 from compvl.benchmarks.loading import expand
@@ -243,6 +244,51 @@ def test_a_table_is_perturbed_and_trained_on(tmp_path, inside, monkeypatch):
     assert status == 2
     assert "only 'photo', 'title'" in err
     assert "--set data_options.image_column" in err
+
+
+def test_captions_are_held_out(tmp_path, inside, monkeypatch):
+    """Their losses are in validation.csv; the run has the name and the weights of one without."""
+    monkeypatch.setenv("COMPVL_CACHE", str(tmp_path / "cache"))
+    write_pairs(tmp_path)
+    pairs = pd.read_csv(tmp_path / "pairs.csv")
+    pairs[:4].to_csv(tmp_path / "training.csv", index=False)
+    pairs[4:].to_csv(tmp_path / "held_out.csv", index=False)
+    for name in ("training", "held_out"):
+        files = [tmp_path / f"{name}.csv", tmp_path / f"{name}.jsonl"]
+        status, _, err = inside("perturb", "--kind", "hn", *files, "--workers", "0")
+        assert status == 0, err
+
+    options = ["--method", "hn", "--steps", "3", "--batch-size", "4", *FROM_RANDOM_WEIGHTS]
+    options += ["--set", "data_options.image_column=photo", "--train-captions"]
+    options += [tmp_path / "training.csv", "--hard-negatives", tmp_path / "training.jsonl"]
+    held_out = ["--validation-captions", tmp_path / "held_out.csv"]
+    negatives = ["--validation-hard-negatives", tmp_path / "held_out.jsonl"]
+    every = ["--set", "validate_every=2"]
+    plain, looked = tmp_path / "plain", tmp_path / "looked"
+    status, _, err = inside("train", *options, "--runs", plain)
+    assert status == 0, err
+    status, out, err = inside("train", *options, *held_out, *negatives, *every, "--runs", looked)
+    assert status == 0, err
+    (folder,) = looked.iterdir()
+    losses = pd.read_csv(folder / "validation.csv").pivot(
+        index="step", columns="metric", values="value"
+    )
+    assert list(losses.index) == [0, 2, 3]
+    assert ((losses.itc + losses.hn) - losses.loss).abs().max() < 1e-4
+    assert f"held-out loss {losses.loss[3]:.4f} (validation.csv)" in out
+    assert [run.name for run in plain.iterdir()] == [folder.name]
+    trained = load_file(folder / "weights.safetensors")
+    for name, weight in load_file(plain / folder.name / "weights.safetensors").items():
+        assert weight.equal(trained[name]), name
+
+    for given, says in (
+        (held_out, "validate_every=100"),
+        ([*held_out, *every], "--validation-hard-negatives"),
+        (["--validation-captions", tmp_path / "c.json", *every], "c.json is not a table"),
+    ):
+        status, _, err = inside("train", *options, *given, "--runs", tmp_path / "refused")
+        assert status == 2, err
+        assert says in err
 
 
 def test_several_models_side_by_side(tmp_path, inside):

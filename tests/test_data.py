@@ -21,6 +21,7 @@ from compvl.data.shards import ShardCaptions
 from compvl.models.clip import create_model
 from compvl.train.batches import step_indices
 from compvl.train.config import TrainConfig
+from compvl.train.loop import train
 from compvl.train.setup import open_parts
 
 
@@ -393,3 +394,37 @@ def test_a_model_is_trained_on_images_as_its_preprocessing_resizes_them(tmp_path
     assert descriptions[1]["resize"] == {"resize_mode": "squash"}
     with pytest.raises(CompvlError, match="--hard-negatives"):
         open_parts(TrainConfig("hn", data="coco", data_options=options).resolved(), "cpu")
+
+
+def test_a_run_with_held_out_captions_is_resumed(photos, tmp_path):
+    """Its held-out losses are those of an uninterrupted run."""
+    for name, numbers in (("training", range(8)), ("held_out", range(8, 12))):
+        rows = [f"{i:03}.jpg,A dog and {i} cats" for i in numbers]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["image,caption", *rows]) + "\n")
+    options = dict(table=tmp_path / "training.csv", image_root=photos, cache=tmp_path / "cache")
+    options["validation"] = dict(table=tmp_path / "held_out.csv")
+    config = TrainConfig(
+        "clip-ft",
+        pretrained=None,
+        data="table",
+        data_options=options,
+        steps=4,
+        batch_size=4,
+        precision="fp32",
+        checkpoint_every=2,
+        log_every=1,
+        validate_every=1,
+    )
+
+    def interrupt(row):
+        if row["step"] == 3:
+            raise KeyboardInterrupt
+
+    whole = train(config, runs=tmp_path / "whole", progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, runs=tmp_path / "cut", progress=False, on_log=interrupt)
+    run = train(config, runs=tmp_path / "cut", progress=False)
+    assert run.folder.name == whole.folder.name
+    assert run.validation.equals(whole.validation)
+    assert list(run.validation.step.unique()) == [0, 1, 2, 3, 4]
+    assert run.model.fingerprint() == whole.model.fingerprint()

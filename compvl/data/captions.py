@@ -7,6 +7,8 @@ __all__ = ['ImageOptions', 'CaptionTable', 'draw_texts', 'join_texts', 'count_te
            'open_folder', 'read_sides', 'CocoCaptions']
 
 # %% ../../nbs/lib/data/03_captions.ipynb #302786bc
+import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -171,6 +173,8 @@ class CaptionedImages:
 
     A hard negative that equals its caption is dropped; `describe()` counts these. Where images are
     not kept decoded, the next item stands in for one that is damaged.
+    `open_held_out`, a function of the number n of items, opens data that are held out;
+    `load_train_data` sets it.
     Raises `CompvlError` where no caption has a usable image."""
 
     def __init__(self, source, table: CaptionTable, about: dict, options: ImageOptions):
@@ -193,6 +197,7 @@ class CaptionedImages:
         self.rows = np.asarray(self.table.images)
         self.epoch = 0
         self._crops = None
+        self.open_held_out = None
         self._describe = {**about, **self._statistics()}
 
     def _choose_texts(self, table: CaptionTable) -> tuple[list, list]:
@@ -229,6 +234,29 @@ class CaptionedImages:
     def skipped(self) -> list[str]:
         """Names of the damaged images."""
         return sorted(self.images.damaged)
+
+    def image_paths(self) -> set[str]:
+        """Paths of the captions' images; of shards, the path of a shard and the sample's key."""
+        source = self.images.source
+        root = os.path.realpath(source.root)
+        return {os.path.normpath(os.path.join(root, source.names[row])) for row in self.rows}
+
+    def validation(self, n: int) -> "CaptionedImages | None":
+        """The first n items that are held out for validation; None where none are.
+
+        Warns of held-out images that are trained on."""
+        if self.open_held_out is None:
+            return None
+        items = self.open_held_out(n=n)
+        paths = items.image_paths()
+        trained_on = paths & self.image_paths()
+        if trained_on:
+            warnings.warn(
+                f"{len(trained_on)} of {len(paths)} held-out images are trained on as well, such "
+                f"as {min(trained_on)}: what is computed on them says nothing about new images",
+                stacklevel=2,
+            )
+        return items
 
     def __len__(self):
         return len(self.captions)

@@ -335,6 +335,11 @@ def check_combinations(config: TrainConfig):
             "bags of captions and units of captions take the same place in a batch: train with "
             "w_mil or with the term units, not with both"
         )
+    if config.data_options.get("validation") is not None and config.validate_every is None:
+        raise CompvlError(
+            "the loss on held-out captions is computed every validate_every steps: add "
+            "validate_every=100, say (--set validate_every=100), or hold out no captions"
+        )
     _check_counterparts(config)
     if may_need(config, "diffusion") and (config.chunk_size or config.lora_rank):
         raise CompvlError(

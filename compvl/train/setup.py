@@ -83,23 +83,29 @@ def resize_options(data: str, model: Model) -> dict:
     return {name: config[name] for name in names if name in known and name in config}
 
 
-_HARD_TEXTS = {  # what terms need -> its count in `describe()`, and the option that gives it
-    "hard_negatives": ("with_hard_negative", "--hard-negatives"),
-    "hard_positives": ("with_hard_positive", "--hard-positives"),
+_HARD_TEXTS = {  # what terms need -> its count in `describe()`
+    "hard_negatives": "with_hard_negative",
+    "hard_positives": "with_hard_positive",
 }
 
 
-def check_hard_texts(config: TrainConfig, data):
+def check_hard_texts(config: TrainConfig, data, held_out: bool = False):
     """Raise `CompvlError` where the loss needs hard texts, and the data count none of them.
 
-    Data that draw their texts item by item, as the microworld's, do not count them."""
-    for need, (count, option) in _HARD_TEXTS.items():
-        if need in needed(config) and data.describe().get(count) == 0:
-            texts = need.replace("_", " ")
-            raise CompvlError(
-                f"the loss of {config.method} needs {texts}, and no training item has one: give a "
-                f"file of them with {option} (data_options=dict({need}=…)), or another method"
-            )
+    Data that draw their texts item by item, as the microworld's, do not count them.
+    `held_out`: whether the data are those that are not trained on, for the message."""
+    for need, count in _HARD_TEXTS.items():
+        if need not in needed(config) or data.describe().get(count) != 0:
+            continue
+        items = "held-out" if held_out else "training"
+        option = need.replace("_", "-")
+        remedy = f"--{option} (data_options=dict({need}=…)), or another method"
+        if held_out:
+            remedy = f"--validation-{option} (data_options=dict(validation=dict({need}=…)))"
+        raise CompvlError(
+            f"the loss of {config.method} needs {need.replace('_', ' ')}, and no {items} item has "
+            f"one: give a file of them with {remedy}"
+        )
 
 
 def check_trainable(model: Model):

@@ -40,6 +40,11 @@ def _data_of(captions: Path | None, data: str | None) -> str | None:
     return "table" if is_table(captions) else "coco"
 
 
+def _captions_option(captions: Path | None, data: str | None) -> str:
+    """The option of the training data `data`, or of held-out data, that takes a captions file."""
+    return "table" if _data_of(captions, data) == "table" else "captions_json"
+
+
 def _data_options(skip_damaged: bool, **files) -> dict:
     """Options of the training data as JSON values, without those that were not given."""
     options = {}
@@ -78,6 +83,18 @@ def _train_config(recipe: str | None, base: dict, given: dict, options: dict, se
     if config.data == "webdataset" and "shards" not in config.data_options:
         raise CompvlError("webdataset training data needs --shards.")
     return config
+
+# %% ../../../nbs/lib/app/commands/05_train.ipynb #932dbb71
+def _summary(run) -> str:
+    """Where a finished run is, and its last losses: of a batch and, if computed, held out."""
+    last = run.metrics.iloc[-1]
+    text = f"{run.folder}: step {int(last.step)}, loss {last.loss:.4f}"
+    validation = run.validation
+    if len(validation):
+        losses = validation[(validation.benchmark == "loss") & (validation.metric == "loss")]
+        if len(losses):  # else benchmarks alone
+            text += f", held-out loss {losses.value.iloc[-1]:.4f} (validation.csv)"
+    return text
 
 # %% ../../../nbs/lib/app/commands/05_train.ipynb #7b654f4e
 TRAIN_EXAMPLES = (
@@ -161,6 +178,25 @@ def train_command(  # noqa: PLR0913  one argument an option
             help="coco, table, webdataset: JSONL aligned with the captions; may be repeated."
         ),
     ] = None,
+    validation_captions: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="coco, table: captions that are held out, in the format of --train-captions; "
+            "their loss is in validation.csv, every so many steps (--set validate_every=100)."
+        ),
+    ] = None,
+    validation_image_root: Annotated[
+        Optional[Path],
+        typer.Option(help="Folder of the held-out images, where it is not that of --image-root."),
+    ] = None,
+    validation_hard_negatives: Annotated[
+        Optional[list[Path]],
+        typer.Option(help="JSONL aligned with the held-out captions; may be repeated."),
+    ] = None,
+    validation_hard_positives: Annotated[
+        Optional[list[Path]],
+        typer.Option(help="JSONL aligned with the held-out captions; may be repeated."),
+    ] = None,
     skip_damaged: Annotated[
         bool,
         typer.Option(
@@ -243,18 +279,27 @@ def train_command(  # noqa: PLR0913  one argument an option
     given = {name: value for name, value in given.items() if value is not None}
     options = _data_options(
         skip_damaged,
-        **{"table" if data == "table" else "captions_json": train_captions},
+        **{_captions_option(train_captions, data): train_captions},
         image_root=image_root,
         hard_negatives=hard_negatives,
         hard_positives=hard_positives,
         shards=shards,
     )
+    held_out = _data_options(
+        False,
+        **{_captions_option(validation_captions, data): validation_captions},
+        image_root=validation_image_root,
+        hard_negatives=validation_hard_negatives,
+        hard_positives=validation_hard_positives,
+    )
+    if held_out:
+        options["validation"] = held_out
     others = parse_settings(settings or [], known)
     run = train(_train_config(recipe, base, given, options, others), runs=runs, resume=not restart)
     if int(os.environ.get("RANK", 0)):
         return  # under accelerate launch, one process prints
-    last = run.metrics.iloc[-1].to_dict()
     if as_json:
+        last = run.metrics.iloc[-1].to_dict()
         print_json(dict(folder=str(run.folder), config=run.config, last=last))
     else:
-        typer.echo(f"{run.folder}: step {int(last['step'])}, loss {last['loss']:.4f}")
+        typer.echo(_summary(run))
