@@ -98,6 +98,19 @@ def _check_ids(benchmark: Benchmark):
         )
 
 
+def _items_digest(benchmark: Benchmark) -> str:
+    """12 hex digits that change with a text or a label of any item, in any order of items.
+
+    Images and groups are left out: the same items may be scored on blurred copies, say."""
+    described = {}
+    for item in benchmark.items:
+        fields = vars(item).items()
+        described[str(item.id)] = {
+            name: value for name, value in fields if name != "group" and "image" not in name
+        }
+    return config_hash(described)
+
+
 def _score(benchmark: Benchmark, scorer, skip_damaged: bool = False) -> pd.DataFrame:
     """Scores by item, with the `attrs` that `item_scores` describes and `not_in_macro`."""
     task = TASKS[pick(benchmark.task, TASKS, "task")]
@@ -115,6 +128,8 @@ def _score(benchmark: Benchmark, scorer, skip_damaged: bool = False) -> pd.DataF
     table.attrs["skipped"] = skipped
     table.attrs["cut"] = len(scorer.cut)
     table.attrs["not_in_macro"] = list(benchmark.not_in_macro)
+    table.attrs["rows"] = len(table)
+    table.attrs["items"] = _items_digest(benchmark)
     if scorer.cut:
         warnings.warn(
             f"{benchmark.name}: {len(scorer.cut)} captions are longer than the context of "
@@ -138,7 +153,9 @@ def item_scores(
 
     Columns: `id`, `group`, and those of the task (`TASKS`): for triplets `s_c`, `s_n`, `s_p`,
     image–text cosines. `attrs`: `skipped`, ids of the items left out because of a damaged image;
-    `cut`, the number of captions cut to the model's context. Errors as in `evaluate`."""
+    `cut`, the number of captions cut to the model's context; `rows`, how many there are, and
+    `items`, a digest of the items' texts, by which `compare` knows that two tables are of the same
+    items. Errors as in `evaluate`."""
     if isinstance(benchmark, str):
         benchmark = load_benchmark(benchmark)
     scorer = scorer_of(model, cache, batch_size, progress)
