@@ -371,9 +371,11 @@ def figures(
     Outcomes of bool are in percent, floats as they are; `ties` is a count, with NaN as `lo` and
     `hi`. An outcome that is a list of Series, one per class, is averaged over classes with equal
     weight. Each group but `''` has its row; `all` is over all items (micro average), and `macro`
-    over groups, where there are two or more. Those of `JOINT_METRICS` have the row `all` alone.
+    over groups, where there are two or more; a missing name, None or NaN, is `''` too. Those of
+    `JOINT_METRICS` have the row `all` alone.
     Raises CompvlError for a group of one of these two names, and for NaN in a mean.
     """
+    groups = groups.astype(object).where(groups.notna(), "")
     all_names = [name for name in pd.unique(groups) if name != ""]
     taken = {"all", "macro"} & set(all_names)
     if taken:

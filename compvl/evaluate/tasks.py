@@ -12,8 +12,9 @@ from itertools import chain
 import numpy as np
 import pandas as pd
 
-from ..benchmarks.items import FilePair
+from ..benchmarks.items import FilePair, item_group
 from ..core import CompvlError
+from ..images import image_path
 from compvl.metrics import (
     classification_ranks,
     pair_outcomes,
@@ -71,7 +72,7 @@ def _values(benchmark, field: str) -> list:
 
 def _scores_table(items, **columns) -> pd.DataFrame:
     ids = [item.id for item in items]
-    groups = [getattr(item, "group", "") for item in items]
+    groups = [item_group(item) for item in items]
     return pd.DataFrame(dict(id=ids, group=groups, **columns))
 
 
@@ -302,6 +303,26 @@ class ImageSelectionTask(Task):
         return table.s_image - table.s_other
 
 # %% ../../nbs/lib/evaluate/07_tasks.ipynb #e65c227e
+def _check_images_differ(benchmark):
+    """Raise CompvlError where two items have one image file.
+
+    Either would be a wrong answer to the other's captions that ties with the right one. Scenes are
+    not looked at: the microworld may draw two that are equal."""
+    ids = {}
+    for item in benchmark.items:
+        path = image_path(item.image)
+        if path is None:
+            continue
+        shown = (path, getattr(item.image, "box", None))
+        first = ids.setdefault(shown, item.id)
+        if first != item.id:
+            raise CompvlError(
+                f"{benchmark.name}: the items {first} and {item.id} have the same image, {path}, "
+                "and each would be a wrong answer for the other: make one item of them, with all "
+                "captions of the image"
+            )
+
+
 class RetrievalTask(Task):
     """An image should retrieve its captions, and a caption its image."""
 
@@ -310,6 +331,7 @@ class RetrievalTask(Task):
     def score(self, benchmark, scorer):
         items = benchmark.items
         _values(benchmark, "captions")  # raises for an item without captions
+        _check_images_differ(benchmark)
         images = []
         captions = []
         owner = []
