@@ -195,6 +195,13 @@ class Benchmark:
     convention: str = ""  # of the published figures, where theirs are not ours; see `CONVENTIONS`
     read_n: int | None = None  # number of items in its files, where it is not the published one
 
+    def __post_init__(self):
+        if not isinstance(self.items, (list, tuple)):
+            raise CompvlError(
+                f"{self.name}: its items are a {type(self.items).__name__}, and a list is needed, "
+                "which is gone through several times: make one with list(…)"
+            )
+
     def __len__(self) -> int:
         return len(self.items)
 
