@@ -26,6 +26,14 @@ class ImageRef:
     path: str
     box: tuple[int, int, int, int] | None = None  # x, y, width, height in pixels; None: all of it
 
+    def __post_init__(self):
+        if isinstance(self.box, list):  # as a JSON file has it; a tuple can be hashed
+            object.__setattr__(self, "box", tuple(self.box))
+        if self.box is not None and not (isinstance(self.box, tuple) and len(self.box) == 4):
+            raise CompvlError(
+                f"Image {self.path}: the box {self.box!r} is not of the form (x, y, width, height)."
+            )
+
 # %% ../nbs/lib/05_images.ipynb #97a71cf8
 @dataclass(frozen=True)
 class StoredImage:
@@ -95,7 +103,8 @@ def open_image(image: Any, size: int = 224) -> Image.Image:
     """The item's picture as RGB: a file, a stored picture, or a scene drawn at `size` pixels.
 
     A file `.npy` is a NumPy array, uint8 [height, width, 3], with blue first. Raises `CompvlError`
-    with the file where it is missing, no image, or cut short, and where the box is empty.
+    with the file where it is missing, no image, or cut short, and where the box is empty or shows
+    nothing of the picture.
     """
     path = image_path(image)
     if path is None:
@@ -118,4 +127,10 @@ def open_image(image: Any, size: int = 224) -> Image.Image:
     x, y, width, height = box
     if width <= 0 or height <= 0:
         raise CompvlError(f"Image {path}: the box {box} (x, y, width, height) is empty.")
+    is_outside = x >= picture.width or y >= picture.height or x + width <= 0 or y + height <= 0
+    if is_outside:
+        raise CompvlError(
+            f"Image {path}: the box {box} (x, y, width, height) lies outside the picture, which is "
+            f"{picture.width} pixels wide and {picture.height} high."
+        )
     return picture.crop((x, y, x + width, y + height))

@@ -335,10 +335,13 @@ def _figure(parts: Sequence[pd.Series], metric: str, n_boot: int, seed: int, joi
 def _correlation_figures(
     correlation: Correlation, groups: pd.Series, names: list[str], n_boot: int, seed: int
 ) -> dict[str, tuple]:
-    """{group: (value, lo, hi, n)}, over groups of three pairs or more, and over all pairs."""
+    """{group: (value, lo, hi, n)}, over groups of three pairs or more, and over all pairs.
+
+    Raises CompvlError where these are fewer than three."""
     of_pair = groups.loc[correlation.x.index]
-    parts = {name: correlation[of_pair == name] for name in names} | dict(all=correlation)
-    return {name: part.interval(n_boot, seed) for name, part in parts.items() if len(part) > 2}
+    parts = {name: correlation[of_pair == name] for name in names}
+    parts = {name: part for name, part in parts.items() if len(part) > 2} | dict(all=correlation)
+    return {name: part.interval(n_boot, seed) for name, part in parts.items()}
 
 
 def _outcome_parts(
@@ -371,9 +374,12 @@ def figures(
     Outcomes of bool are in percent, floats as they are; `ties` is a count, with NaN as `lo` and
     `hi`. An outcome that is a list of Series, one per class, is averaged over classes with equal
     weight. Each group but `''` has its row; `all` is over all items (micro average), and `macro`
-    over groups, where there are two or more. Those of `JOINT_METRICS` have the row `all` alone.
-    Raises CompvlError for a group of one of these two names, and for NaN in a mean.
+    over groups, where there are two or more; a missing name, None or NaN, is `''` too. Those of
+    `JOINT_METRICS` have the row `all` alone.
+    Raises CompvlError for a group of one of these two names, for NaN in a mean, and for a
+    correlation of fewer than three pairs.
     """
+    groups = groups.astype(object).where(groups.notna(), "")
     all_names = [name for name in pd.unique(groups) if name != ""]
     taken = {"all", "macro"} & set(all_names)
     if taken:

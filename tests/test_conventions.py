@@ -446,8 +446,10 @@ def test_a_convention_is_of_released_files_alone():
         rows = evaluate(Head(), in_micro, n_boot=10, progress=False)
         assert not rows.group.str.startswith("published").any()
     items = [Triplet("0", "0.jpg", "a", "b", "c")]
-    assert convention_of(Benchmark("swap", "triplet", items, "VG")) == "hp-run-eval"
-    assert convention_of(Benchmark("bivlc", "square", [], "BiVLC")) == "bivlc"
+    released = Benchmark("swap", "triplet", items, "VG", published_n=28_748)
+    assert convention_of(released) == "hp-run-eval"
+    assert convention_of(Benchmark("swap", "triplet", items, "mine")) == ""
+    assert convention_of(Benchmark("bivlc", "square", [], "BiVLC", published_n=1)) == "bivlc"
     assert convention_of(Benchmark("valse-x", "pair", [], "V", convention="valse")) == "valse"
     assert convention_of(Benchmark("mine", "triplet", items, "mine")) == ""
 

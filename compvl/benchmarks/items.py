@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ..core import CompvlError
 from ..images import image_path
 
 # %% auto #0
 __all__ = ['FIDELITIES', 'Triplet', 'Pair', 'FilePair', 'CaptionChoice', 'SetChoice', 'ImageSelection', 'ImageChoice', 'Square',
-           'RetrievalItem', 'ClassificationItem', 'TextPair', 'item_images', 'with_images', 'Benchmark']
+           'RetrievalItem', 'ClassificationItem', 'TextPair', 'item_group', 'item_images', 'with_images', 'Benchmark']
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #78192ec3
 @dataclass(frozen=True)
@@ -50,6 +51,16 @@ class FilePair(Pair):
     pair: int = 0  # number of the pair in the entry
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #09c331d3
+def _check_several(item: Any, field: str):
+    """Raise CompvlError where a field is no tuple, as a single text, which would be spelled out."""
+    value = getattr(item, field)
+    if not isinstance(value, (tuple, list)):
+        raise CompvlError(
+            f"{type(item).__name__} {item.id}: its {field.replace('_', ' ')} are {value!r}, and a "
+            "tuple is needed: put a single one into a tuple too, as in ('…',)"
+        )
+
+
 @dataclass(frozen=True)
 class CaptionChoice:
     """Task `caption-choice`: the caption is true of the image, and must beat every foil."""
@@ -59,6 +70,9 @@ class CaptionChoice:
     caption: str
     foils: tuple[str, ...]
     group: str = ""
+
+    def __post_init__(self):
+        _check_several(self, "foils")
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #57562297
 @dataclass(frozen=True)
@@ -78,6 +92,9 @@ class ImageSelection:
     image: Any
     other_images: tuple
     group: str = ""
+
+    def __post_init__(self):
+        _check_several(self, "other_images")
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #0b72151a
 @dataclass(frozen=True)
@@ -111,6 +128,9 @@ class RetrievalItem:
     image: Any
     captions: tuple[str, ...]
 
+    def __post_init__(self):
+        _check_several(self, "captions")
+
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #6a6cf1f5
 @dataclass(frozen=True)
 class ClassificationItem:
@@ -132,6 +152,13 @@ class TextPair:
     group: str = ""
 
 # %% ../../nbs/lib/benchmarks/01_items.ipynb #681bf6ab
+def item_group(item: Any) -> str:
+    """The group of an item; "" of one without, as of a row of a table with an empty cell."""
+    group = getattr(item, "group", "")
+    is_nan = group != group
+    return "" if group is None or is_nan else group
+
+
 _IMAGES = ("image", "positive_image", "negative_image", "image_0", "image_1")
 
 
@@ -167,6 +194,13 @@ class Benchmark:
     not_in_macro: tuple[str, ...] = ()  # groups that the macro average leaves out
     convention: str = ""  # of the published figures, where theirs are not ours; see `CONVENTIONS`
     read_n: int | None = None  # number of items in its files, where it is not the published one
+
+    def __post_init__(self):
+        if not isinstance(self.items, (list, tuple)):
+            raise CompvlError(
+                f"{self.name}: its items are a {type(self.items).__name__}, and a list is needed, "
+                "which is gone through several times: make one with list(…)"
+            )
 
     def __len__(self) -> int:
         return len(self.items)
@@ -205,7 +239,7 @@ class Benchmark:
 
     def groups(self) -> dict[str, int]:
         """Number of items by group, in order of appearance."""
-        return dict(Counter(getattr(item, "group", "") for item in self.items))
+        return dict(Counter(map(item_group, self.items)))
 
     def __repr__(self) -> str:
         n = len(self.items)

@@ -21,7 +21,8 @@ from ..stats import Correlation, paired_bootstrap, resampled_difference
 
 # %% ../../nbs/lib/evaluate/11_comparisons.ipynb #3197f17a
 def _group_names(table: pd.DataFrame) -> list[str]:
-    return [name for name in table.group.unique() if name]
+    """Names of the groups; the empty one, and None and NaN, are none."""
+    return [name for name in table.group.dropna().unique() if name != ""]
 
 
 def macro_groups(table: pd.DataFrame) -> list[str]:
@@ -112,6 +113,24 @@ def _shared_columns(a: pd.DataFrame, b: pd.DataFrame) -> list[str]:
     )
 
 
+def _scored_items(table: pd.DataFrame) -> str | None:
+    """The digest of the items of a whole table of `item_scores`; None of a part of one."""
+    is_whole = len(table) == table.attrs.get("rows")
+    return table.attrs.get("items") if is_whole else None
+
+
+def _check_texts(a: pd.DataFrame, b: pd.DataFrame):
+    """Raise CompvlError where items of the same ids have other texts, as of another split.
+
+    Where a table has no digest, as one that was read from a file, ids alone are compared."""
+    digests = {_scored_items(a), _scored_items(b)}
+    if len(digests) > 1 and None not in digests:
+        raise CompvlError(
+            "the models were scored on other items: the ids are the same, and texts or labels are "
+            "not, as of another split, seed or release; evaluate both on the same benchmark"
+        )
+
+
 def _aligned(a: pd.DataFrame, b: pd.DataFrame) -> _Aligned:
     """Raises CompvlError where the tables are of different tasks or different items."""
     shared = _shared_columns(a, b)
@@ -127,6 +146,7 @@ def _aligned(a: pd.DataFrame, b: pd.DataFrame) -> _Aligned:
             f"the models were scored on other items: {len(odd)} ids are in one table only"
             f"{example}; evaluate both on the same benchmark"
         )
+    _check_texts(a, b)
     return _Aligned(a, b, task_of(a).outcomes(a), task_of(b).outcomes(b))
 
 # %% ../../nbs/lib/evaluate/11_comparisons.ipynb #9671d288

@@ -203,8 +203,10 @@ def _of_benchmark(name: str) -> str:
 def convention_of(benchmark: Benchmark) -> str:
     """The name of a benchmark's convention in `CONVENTIONS`.
 
-    '' where its published figures are ours, and for the microworld."""
-    if benchmark.convention or benchmark.source == "microworld":
+    '' where its published figures are ours, for the microworld, and for items of one's own, which
+    may have the name of a published benchmark but no published number of items."""
+    is_published = benchmark.published_n is not None and benchmark.source != "microworld"
+    if benchmark.convention or not is_published:
         return benchmark.convention
     return _of_benchmark(benchmark.name)
 

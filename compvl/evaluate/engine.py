@@ -73,12 +73,33 @@ def _readable_part(benchmark: Benchmark, scorer, skip_damaged: bool) -> tuple[Be
     return dataclasses.replace(benchmark, items=readable), list(damaged)
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #0bc3381b
+def _check_benchmark(benchmark):
+    """Raise CompvlError for what is no benchmark, for an unknown task, and for a bare entry."""
+    if not isinstance(benchmark, Benchmark):
+        raise CompvlError(
+            f"a {type(benchmark).__name__} is no benchmark: give a name, or put items into one, as "
+            'in Benchmark("mine", "triplet", items, "my files")'
+        )
+    pick(benchmark.task, TASKS, "task")
+    for item in benchmark.items:
+        if not dataclasses.is_dataclass(item) or not hasattr(item, "id"):
+            raise CompvlError(
+                f"{benchmark.name}: a {type(item).__name__} is among its items: make it an item "
+                "of the task, as Triplet(**entry) does with a dict (`compvl.benchmarks.items`)"
+            )
+
+
 def _check_images(benchmark: Benchmark, scorer):
     """Raise CompvlError where an item's image is nothing that can be opened."""
     if not scorer.sees_images:
         return
     for item in benchmark.items:
         for image in item_images(item):
+            if isinstance(image, str) and image.startswith(("http://", "https://")):
+                raise CompvlError(
+                    f"{benchmark.name}, item {item.id}: its image is the web address {image}: "
+                    "download it, and give the path of the file"
+                )
             is_file = image_path(image) is not None
             if not is_file and not hasattr(image, "render"):
                 raise CompvlError(
@@ -98,9 +119,22 @@ def _check_ids(benchmark: Benchmark):
         )
 
 
+def _items_digest(benchmark: Benchmark) -> str:
+    """12 hex digits that change with a text or a label of any item, in any order of items.
+
+    Images and groups are left out: the same items may be scored on blurred copies, say."""
+    described = {}
+    for item in benchmark.items:
+        fields = vars(item).items()
+        described[str(item.id)] = {
+            name: value for name, value in fields if name != "group" and "image" not in name
+        }
+    return config_hash(described)
+
+
 def _score(benchmark: Benchmark, scorer, skip_damaged: bool = False) -> pd.DataFrame:
     """Scores by item, with the `attrs` that `item_scores` describes and `not_in_macro`."""
-    task = TASKS[pick(benchmark.task, TASKS, "task")]
+    task = TASKS[benchmark.task]
     if not benchmark.items:
         raise CompvlError(
             f"{benchmark.name} has no items: check the split or the folder that it was loaded from"
@@ -115,6 +149,8 @@ def _score(benchmark: Benchmark, scorer, skip_damaged: bool = False) -> pd.DataF
     table.attrs["skipped"] = skipped
     table.attrs["cut"] = len(scorer.cut)
     table.attrs["not_in_macro"] = list(benchmark.not_in_macro)
+    table.attrs["rows"] = len(table)
+    table.attrs["items"] = _items_digest(benchmark)
     if scorer.cut:
         warnings.warn(
             f"{benchmark.name}: {len(scorer.cut)} captions are longer than the context of "
@@ -138,9 +174,12 @@ def item_scores(
 
     Columns: `id`, `group`, and those of the task (`TASKS`): for triplets `s_c`, `s_n`, `s_p`,
     image–text cosines. `attrs`: `skipped`, ids of the items left out because of a damaged image;
-    `cut`, the number of captions cut to the model's context. Errors as in `evaluate`."""
+    `cut`, the number of captions cut to the model's context; `rows`, how many there are, and
+    `items`, a digest of the items' texts, by which `compare` knows that two tables are of the same
+    items. Errors as in `evaluate`."""
     if isinstance(benchmark, str):
         benchmark = load_benchmark(benchmark)
+    _check_benchmark(benchmark)
     scorer = scorer_of(model, cache, batch_size, progress)
     _check_images(benchmark, scorer)
     with scorer.on(device):
@@ -184,8 +223,10 @@ def _all_figures(
 
 # %% ../../nbs/lib/evaluate/10_engine.ipynb #b395d009
 def _loaded(benchmarks) -> list[Benchmark]:
-    """Benchmarks from names and objects. Raises CompvlError for an unknown task or a repetition."""
-    if isinstance(benchmarks, (str, Benchmark)):
+    """Benchmarks from names and objects.
+
+    Raises CompvlError for an unknown task, for what is no benchmark, and for a repetition."""
+    if benchmarks is None or isinstance(benchmarks, (str, Benchmark)):
         benchmarks = [benchmarks]
     loaded = []
     for benchmark in benchmarks:
@@ -193,7 +234,7 @@ def _loaded(benchmarks) -> list[Benchmark]:
     if not loaded:
         raise CompvlError("no benchmark is given: name one, such as 'swap'")
     for benchmark in loaded:
-        pick(benchmark.task, TASKS, "task")
+        _check_benchmark(benchmark)
     for name, n in Counter(benchmark.name for benchmark in loaded).items():
         if n > 1:
             raise CompvlError(

@@ -7,13 +7,16 @@ __all__ = ['TASKS', 'Task', 'TripletTask', 'PairTask', 'CaptionChoiceTask', 'Ima
            'RetrievalTask', 'ClassificationTask', 'TextSimilarityTask', 'check_texts_suffice', 'task_of']
 
 # %% ../../nbs/lib/evaluate/07_tasks.ipynb #d733d946
+from collections.abc import Sequence
 from itertools import chain
+from numbers import Integral, Real
 
 import numpy as np
 import pandas as pd
 
-from ..benchmarks.items import FilePair
+from ..benchmarks.items import FilePair, item_group
 from ..core import CompvlError
+from ..images import image_path
 from compvl.metrics import (
     classification_ranks,
     pair_outcomes,
@@ -58,8 +61,8 @@ class Task:
 
 # %% ../../nbs/lib/evaluate/07_tasks.ipynb #e39783d5
 def _values(benchmark, field: str) -> list:
-    """A field of all items. Raises CompvlError for an item where it is empty."""
-    values = [getattr(item, field) for item in benchmark.items]
+    """A field of all items. Raises CompvlError for an item that lacks it, or has it empty."""
+    values = [getattr(item, field, None) for item in benchmark.items]
     for item, value in zip(benchmark.items, values, strict=True):
         if value is None or value == "" or value == ():
             raise CompvlError(
@@ -69,9 +72,35 @@ def _values(benchmark, field: str) -> list:
     return values
 
 
+def _check_text(benchmark, item, field: str, text):
+    """Raise CompvlError for a text of an item that is none, or only blank."""
+    if not isinstance(text, str) or not text.strip():
+        raise CompvlError(
+            f"{benchmark.name}, item {item.id}: {text!r} stands under {field.replace('_', ' ')}, "
+            "and a text is needed: give one, or leave the item out"
+        )
+
+
+def _texts(benchmark, field: str) -> list[str]:
+    """A field of all items that is a text. Raises CompvlError for an item without it."""
+    texts = _values(benchmark, field)
+    for item, text in zip(benchmark.items, texts, strict=True):
+        _check_text(benchmark, item, field, text)
+    return texts
+
+
+def _text_lists(benchmark, field: str) -> list[Sequence[str]]:
+    """A field of all items that is several texts. Raises CompvlError for one that is no text."""
+    lists = _values(benchmark, field)
+    for item, texts in zip(benchmark.items, lists, strict=True):
+        for text in texts:
+            _check_text(benchmark, item, field, text)
+    return lists
+
+
 def _scores_table(items, **columns) -> pd.DataFrame:
     ids = [item.id for item in items]
-    groups = [getattr(item, "group", "") for item in items]
+    groups = [item_group(item) for item in items]
     return pd.DataFrame(dict(id=ids, group=groups, **columns))
 
 
@@ -90,7 +119,7 @@ class _CaptionsTask(Task):
     fields: tuple[str, ...]  # the captions, in the order of `columns`
 
     def score(self, benchmark, scorer):
-        captions = [_values(benchmark, field) for field in self.fields]
+        captions = [_texts(benchmark, field) for field in self.fields]
         images = _values(benchmark, "image")
         scores = scorer.pairs(images, *captions, desc=_description(benchmark))
         return _scores_table(benchmark.items, **dict(zip(self.columns, scores, strict=True)))
@@ -112,7 +141,7 @@ class TripletTask(_CaptionsTask):
             table = super().score(benchmark, scorer)
         if not scorer.compares_texts:
             return table
-        captions, negatives, positives = (_values(benchmark, field) for field in self.fields)
+        captions, negatives, positives = (_texts(benchmark, field) for field in self.fields)
         desc = _description(benchmark)
         return table.assign(
             t_cp=scorer.sentences(captions, positives, desc),
@@ -181,9 +210,9 @@ class CaptionChoiceTask(Task):
     together = {"pair": 2, "set": 4}  # further columns, where items have them: items that share one
 
     def score(self, benchmark, scorer):
-        foils = _values(benchmark, "foils")
+        foils = _text_lists(benchmark, "foils")
         images = _values(benchmark, "image")
-        captions = _values(benchmark, "caption")
+        captions = _texts(benchmark, "caption")
         n_foils = [len(of_item) for of_item in foils]
         n = len(n_foils)
         owner = np.repeat(np.arange(n), n_foils)  # the item of each foil
@@ -233,7 +262,7 @@ class ImageChoiceTask(Task):
         scores = []
         for field in ("positive_image", "negative_image"):
             images = _values(benchmark, field)
-            sentences = _values(benchmark, "sentence")
+            sentences = _texts(benchmark, "sentence")
             scores += scorer.pairs(images, sentences, desc=_description(benchmark))
         return _scores_table(benchmark.items, s_pos=scores[0], s_neg=scores[1])
 
@@ -252,7 +281,7 @@ class SquareTask(Task):
     columns = ("s_00", "s_01", "s_10", "s_11")  # image, caption
 
     def score(self, benchmark, scorer):
-        captions = [_values(benchmark, field) for field in ("caption_0", "caption_1")]
+        captions = [_texts(benchmark, field) for field in ("caption_0", "caption_1")]
         scores = []
         for field in ("image_0", "image_1"):
             images = _values(benchmark, field)
@@ -275,7 +304,7 @@ class ImageSelectionTask(Task):
     def score(self, benchmark, scorer):
         others = _values(benchmark, "other_images")
         images = _values(benchmark, "image")
-        sentences = _values(benchmark, "sentence")
+        sentences = _texts(benchmark, "sentence")
         n_others = [len(of_item) for of_item in others]
         n = len(n_others)
         owner = np.repeat(np.arange(n), n_others)  # the item of each other image
@@ -302,6 +331,26 @@ class ImageSelectionTask(Task):
         return table.s_image - table.s_other
 
 # %% ../../nbs/lib/evaluate/07_tasks.ipynb #e65c227e
+def _check_images_differ(benchmark):
+    """Raise CompvlError where two items have one image file.
+
+    Either would be a wrong answer to the other's captions that ties with the right one. Scenes are
+    not looked at: the microworld may draw two that are equal."""
+    ids = {}
+    for item in benchmark.items:
+        path = image_path(item.image)
+        if path is None:
+            continue
+        shown = (path, getattr(item.image, "box", None))
+        first = ids.setdefault(shown, item.id)
+        if first != item.id:
+            raise CompvlError(
+                f"{benchmark.name}: the items {first} and {item.id} have the same image, {path}, "
+                "and each would be a wrong answer for the other: make one item of them, with all "
+                "captions of the image"
+            )
+
+
 class RetrievalTask(Task):
     """An image should retrieve its captions, and a caption its image."""
 
@@ -309,7 +358,8 @@ class RetrievalTask(Task):
 
     def score(self, benchmark, scorer):
         items = benchmark.items
-        _values(benchmark, "captions")  # raises for an item without captions
+        _text_lists(benchmark, "captions")  # raises for an item without captions
+        _check_images_differ(benchmark)
         images = []
         captions = []
         owner = []
@@ -340,18 +390,64 @@ class RetrievalTask(Task):
         return -table["rank"]
 
 # %% ../../nbs/lib/evaluate/07_tasks.ipynb #6f03ec39
+def _check_names(benchmark, field: str):
+    """Raise CompvlError unless a field of the benchmark is a tuple or a list of texts."""
+    texts = getattr(benchmark, field)
+    is_several = isinstance(texts, (tuple, list))
+    if not is_several or not all(isinstance(text, str) for text in texts):
+        raise CompvlError(
+            f"{benchmark.name}: its {field} are {texts!r}: give a tuple of texts, also for one"
+        )
+
+
+def _prompts(benchmark) -> list[list[str]]:
+    """The prompts of each class. A template has the place of the name as `{}` or `{c}`.
+
+    Raises CompvlError without classes, and for a template without a place."""
+    _check_names(benchmark, "classes")
+    _check_names(benchmark, "templates")
+    if not benchmark.classes:
+        raise CompvlError(
+            f"{benchmark.name}: it has no classes: give their names, as in "
+            'Benchmark(…, classes=("cat", "dog"))'
+        )
+    templates = [template.replace("{c}", "{}") for template in benchmark.templates or ("{}",)]
+    for template in templates:
+        if "{}" not in template:
+            raise CompvlError(
+                f"{benchmark.name}: the template {template!r} has no {{}}, where the name of the "
+                "class goes: put one there, as in 'a photo of a {}'"
+            )
+    prompts = []
+    for name in benchmark.classes:
+        prompts.append([template.replace("{}", name) for template in templates])
+    return prompts
+
+
+def _labels(benchmark) -> list[int]:
+    """The label of each item. Raises CompvlError for one that is no index of a class."""
+    labels = [item.label for item in benchmark.items]
+    n = len(benchmark.classes)
+    for item, label in zip(benchmark.items, labels, strict=True):
+        if not isinstance(label, Integral) or not 0 <= label < n:
+            raise CompvlError(
+                f"{benchmark.name}, item {item.id}: its label is {label!r}, and an index of the "
+                f"{n} classes is needed, an int from 0 to {n - 1} (classes.index(name) finds that "
+                "of a name)"
+            )
+    return labels
+
+
 class ClassificationTask(Task):
     """Zero-shot classification with prompts (Radford et al., 2021)."""
 
     columns = ("label", "rank", "predicted", "classes")  # `classes`: how many there are
 
     def score(self, benchmark, scorer):
-        templates = benchmark.templates or ("{}",)
-        prompts = []
-        for name in benchmark.classes:
-            prompts.append([template.format(name) for template in templates])
-        scores = scorer.class_scores(_values(benchmark, "image"), prompts, _description(benchmark))
-        labels = [item.label for item in benchmark.items]
+        images = _values(benchmark, "image")
+        prompts = _prompts(benchmark)
+        labels = _labels(benchmark)
+        scores = scorer.class_scores(images, prompts, _description(benchmark))
         return _scores_table(
             benchmark.items,
             label=labels,
@@ -372,6 +468,23 @@ class ClassificationTask(Task):
         return -table["rank"]
 
 # %% ../../nbs/lib/evaluate/07_tasks.ipynb #81aaea89
+def _gold(benchmark) -> list[float]:
+    """People's scores. Raises CompvlError for one that is no number, and where all are equal."""
+    for item in benchmark.items:
+        if not isinstance(item.score, Real) or np.isnan(item.score):
+            raise CompvlError(
+                f"{benchmark.name}, item {item.id}: its score is {item.score!r}, and a number is "
+                "needed: give one, or leave the item out"
+            )
+    gold = [float(item.score) for item in benchmark.items]
+    if len(gold) > 1 and len(set(gold)) == 1:
+        raise CompvlError(
+            f"{benchmark.name}: all {len(gold)} items have the score {gold[0]:g}, with which "
+            "nothing can correlate: give people's scores of each item"
+        )
+    return gold
+
+
 class TextSimilarityTask(Task):
     """Cosines of sentences should agree with people's scores (`gold`)."""
 
@@ -379,10 +492,10 @@ class TextSimilarityTask(Task):
     text_columns = columns
 
     def score(self, benchmark, scorer):
-        first = _values(benchmark, "sentence_1")
-        second = _values(benchmark, "sentence_2")
+        first = _texts(benchmark, "sentence_1")
+        second = _texts(benchmark, "sentence_2")
+        gold = _gold(benchmark)
         cosine = scorer.sentences(first, second, _description(benchmark))
-        gold = [float(item.score) for item in benchmark.items]
         return _scores_table(benchmark.items, cosine=cosine, gold=gold)
 
     def outcomes(self, table):
