@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from open_clip import image_transform
+from PIL import Image
 
 from compvl.core import CompvlError
 from compvl.data.loading import load_train_data
@@ -20,6 +22,7 @@ from compvl.train.batches import Collate, step_indices
 from compvl.train.config import METHODS, TrainConfig
 from compvl.train.loop import run_name, train
 from compvl.train.run import load_run
+from compvl.train.setup import open_parts
 from compvl.train.step import Towers, batch_loss
 from compvl.train.sweep import sweep
 from compvl.train.terms import TERMS
@@ -344,8 +347,7 @@ class Averages(torch.nn.Module):
 def test_a_network_of_a_user_is_trained_and_opened_again(tmp_path):
     """Its run is opened with the network, which the message names where it is left out."""
     tokenizer = create_model("micro-clip", device="cpu").tokenizer
-    half = (0.5, 0.5, 0.5)
-    own = wrap_model(Averages(), lambda image: None, tokenizer, "own", 48, half, half)
+    own = wrap_model(Averages(), image_transform(48, is_train=False), tokenizer, "own")
     config = TrainConfig(**{**CONFIG, "validate_every": None})
     run = train(config, runs=tmp_path, progress=False, model=own)
     with pytest.raises(CompvlError, match="no model 'own'.*model="):
@@ -353,6 +355,33 @@ def test_a_network_of_a_user_is_trained_and_opened_again(tmp_path):
     opened = load_run(run.folder, "cpu", model=own)
     assert opened.model.fingerprint() == run.model.fingerprint() != own.fingerprint()
     assert opened.model.pretrained == str(run.folder)
+
+
+def test_photographs_are_resized_as_by_a_wrapped_model(tmp_path):
+    """Training sees what evaluation sees, and refuses a preprocessing that it cannot repeat."""
+    wide = Image.new("RGB", (96, 48))
+    wide.paste((255, 255, 255), (0, 0, 16, 48))  # a centre crop loses this white stripe
+    wide.save(tmp_path / "wide.png")
+    captions = tmp_path / "captions.json"
+    entry = {"id": 1, "image_id": 1, "caption": "a white stripe"}
+    image = {"id": 1, "file_name": "wide.png"}
+    captions.write_text(json.dumps({"images": [image], "annotations": [entry]}))
+    files = dict(captions_json=str(captions), image_root=str(tmp_path), cache=str(tmp_path / "c"))
+    config = TrainConfig("clip-ft", data="coco", data_options=files).resolved()
+    tokenizer = create_model("micro-clip", device="cpu").tokenizer
+    squash = image_transform(48, is_train=False, resize_mode="squash")
+    own = wrap_model(Averages(), squash, tokenizer, "own")
+    model, data, _ = open_parts(config, "cpu", model=own)
+    seen = model.normalize(data.images.take([0]))[0]
+    assert torch.allclose(seen, squash(wide), atol=1e-6)
+
+    padding = image_transform(48, is_train=False, resize_mode="longest")
+    size_mean_std = (48, own.mean, own.std)
+    own = wrap_model(Averages(), padding, tokenizer, "own", *size_mean_std)
+    with pytest.raises(CompvlError, match="none of the ways"):
+        open_parts(config, "cpu", model=own)
+    chosen = dict(files, resize_mode="shortest", interpolation="bicubic")
+    open_parts(replace(config, data_options=chosen), "cpu", model=own)
 
 
 OWN_TERM = """

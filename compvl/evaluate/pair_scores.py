@@ -44,10 +44,19 @@ def _picture_key(image) -> bytes:
 
 
 def _score_batch(scorer, batch: Sequence[tuple]) -> tuple[tuple, Tensor]:
-    """Keys and scores, float32 [n, 1], of a batch of (key, picture, caption)."""
+    """Keys and scores, float32 [n, 1], of a batch of (key, picture, caption).
+
+    Raises CompvlError where a scorer does not return one score for each."""
     keys, pictures, captions = zip(*batch, strict=True)
+    n = len(keys)
     with torch.no_grad():
         scores = torch.as_tensor(scorer.score(pictures, captions), dtype=torch.float32)
+    if scores.shape not in ((n,), (n, 1)):
+        raise CompvlError(
+            f"{scorer.name} returns scores of shape {list(scores.shape)} for {n} pairs: score has "
+            "to return one number for each image with its caption; of a matching head with two "
+            "logits, it is the one for a match, or their difference"
+        )
     return keys, scores.cpu().view(-1, 1)
 
 # %% ../../nbs/lib/evaluate/05_pair_scores.ipynb #cd70b527

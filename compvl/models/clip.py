@@ -71,14 +71,25 @@ def _cut(tokenizer: Callable, captions: list[str], context: int) -> list[bool]:
     return ((longer != padding).sum(1) > (short != padding).sum(1)).tolist()
 
 # %% ../../nbs/lib/models/06_clip.ipynb #9e67946a
+_SHOW_THEMSELVES = ("torchvision", "open_clip", "compvl")  # packages with a `repr` of each step
+
+
+def _shows_itself(step: Callable) -> bool:
+    """Whether the `repr` of a preprocessing, and of its steps, is known to show what it does."""
+    if type(step).__module__.split(".")[0] not in _SHOW_THEMSELVES:
+        return False
+    return all(_shows_itself(part) for part in getattr(step, "transforms", []))
+
+
 def describe_preprocess(preprocess: Callable) -> str:
     """A text that changes with what a preprocessing does, from a PIL image to a tensor or an image.
 
-    It is its `repr`. Where that shows no more of a function than `Lambda()` or a memory address,
-    which another process may give to another transform, it is a digest of what the preprocessing
-    makes of two fixed pictures."""
+    It is its `repr`. Where that may show too little, it is a digest of what the preprocessing makes
+    of two fixed pictures: with a step that is a class of the user, and where it shows no more of a
+    function than `Lambda()` or a memory address, which another process may give to another one."""
     text = repr(preprocess)
-    if not re.search(r" at 0x[0-9a-fA-F]+>|Lambda\(\)", text):
+    hidden = re.search(r" at 0x[0-9a-fA-F]+>|Lambda\(", text)
+    if preprocess is None or (_shows_itself(preprocess) and not hidden):
         return text
     rng = np.random.default_rng(0)
     results = b""
@@ -111,6 +122,33 @@ def _image_options(config: dict) -> dict:
         if value is not None:
             options[option] = tuple(value) if isinstance(value, list) else value
     return options
+
+
+def _input_type(clip: nn.Module) -> torch.dtype:
+    """The type of a network's images: that of its layers, float32 where these are of several."""
+    kinds = set()
+    for module in clip.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            kinds.add(module.weight.dtype)
+    if not kinds:
+        kinds = {weight.dtype for weight in clip.parameters()}
+    kind = kinds.pop()
+    return torch.float32 if kinds or not kind.is_floating_point else kind
+
+
+def _unit_vectors(features: Tensor, rows: int, method: str) -> Tensor:
+    """What a network's method returns for some rows -> unit vectors, float32 [rows, D].
+
+    Raises CompvlError where it is no tensor of shape [rows, D]."""
+    found = f"a {type(features).__name__}"
+    if isinstance(features, Tensor):
+        if features.ndim == 2 and len(features) == rows:
+            return F.normalize(features.float(), dim=-1)
+        found = f"a tensor of shape {list(features.shape)}"
+    raise CompvlError(
+        f"{method} of the network returns {found} for a batch of {rows}: it has to return a tensor "
+        f"of shape [{rows}, D], one row of features for each"
+    )
 
 
 @dataclass
@@ -175,12 +213,17 @@ class Model:
         return (images - mean) / std
 
     def encode_image(self, images: Tensor) -> Tensor:
-        """float [B, 3, H, W], preprocessed -> unit vectors, float32 [B, D]."""
-        return F.normalize(encode_image(self.clip, images).float(), dim=-1)
+        """float [B, 3, H, W], preprocessed -> unit vectors, float32 [B, D].
+
+        Raises CompvlError for a network that returns something other than B rows."""
+        features = encode_image(self.clip, images.to(_input_type(self.clip)))
+        return _unit_vectors(features, len(images), "encode_image")
 
     def encode_text(self, tokens: Tensor, crop: bool = True) -> Tensor:
-        """int64 [B, context length] -> unit vectors, float32 [B, D]; `crop`: see `encode_text`."""
-        return F.normalize(encode_text(self.clip, tokens, crop).float(), dim=-1)
+        """int64 [B, context length] -> unit vectors, float32 [B, D]; `crop`: see `encode_text`.
+
+        Errors as of `encode_image`."""
+        return _unit_vectors(encode_text(self.clip, tokens, crop), len(tokens), "encode_text")
 
     def truncated(self, captions: list[str]) -> list[bool]:
         """Which captions are longer than the context, so that the tokenizer cuts them.

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
+from io import BytesIO
+from itertools import product
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
@@ -24,10 +27,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..benchmarks.loading import expand
 from ..core import CompvlError, pick, seed_everything
+from ..data.images import INTERPOLATIONS, RESIZE_MODES, decode
 from ..data.loading import TRAIN_DATA, data_options, load_train_data
 from ..models.clip import Model, create_model, preprocess_config
 from ..models.diffusion import Diffusion, load_diffusion
 from ..models.towers import freeze_tower, tower_modules
+from ..models.wrap import WrappedModel, noise_picture
 from .config import TrainConfig
 from .lora import add_lora, merge_lora
 from .sds import trainable_layernorms
@@ -72,15 +77,53 @@ def make_accelerator(config: TrainConfig, runs) -> Accelerator:
     )
 
 # %% ../../nbs/lib/train/13_setup.ipynb #01093710
-def resize_options(data: str, model: Model) -> dict:
+def _resizing_of(model: WrappedModel) -> dict:
+    """The options of `decode` with which it gives what a preprocessing gives; {} for none.
+
+    They are compared on a picture of noise, twice as wide as high, up to a rounding of bytes."""
+    if not model.can_normalize:
+        return {}
+    size = model.image_size
+    picture = noise_picture(4 * size, 2 * size)
+    preprocessed = model.preprocess(picture).cpu()
+    file = BytesIO()
+    picture.save(file, format="PNG")
+    differences = {}
+    for resize_mode, interpolation in product(RESIZE_MODES, INTERPOLATIONS):
+        pixels = decode(file, size, resize_mode, interpolation)
+        expected = model.normalize(pixels[None])[0].cpu()
+        if preprocessed.shape == expected.shape:
+            difference = (preprocessed - expected) * torch.tensor(model.std).view(3, 1, 1)
+            differences[resize_mode, interpolation] = 255 * difference.abs().mean().item()
+    if not differences or min(differences.values()) > 1:
+        return {}
+    resize_mode, interpolation = min(differences, key=differences.get)
+    return {"resize_mode": resize_mode, "interpolation": interpolation}
+
+
+def resize_options(data: str, model: Model, chosen: Sequence[str] = ()) -> dict:
     """How a model's preprocessing resizes images, as options of the training data `data`.
 
-    {} where data have no such options, as drawn images do, and for a model that does not say it.
-    Raises `CompvlError` for unknown data."""
+    `chosen`: options that are left out. {} where data have none of the others, as drawn images do,
+    and for a model of open_clip that does not say it. Raises `CompvlError` for unknown data, and
+    for a wrapped model whose preprocessing resizes in another way than training can."""
     known = data_options(TRAIN_DATA[pick(data, TRAIN_DATA, "training data")])
-    config = preprocess_config(model.clip)
-    names = ("resize_mode", "interpolation")
-    return {name: config[name] for name in names if name in known and name in config}
+    names = []
+    for name in ("resize_mode", "interpolation"):
+        if name in known and name not in chosen:
+            names.append(name)
+    if not names:
+        return {}
+    wrapped = isinstance(model, WrappedModel)
+    config = _resizing_of(model) if wrapped else preprocess_config(model.clip)
+    if wrapped and not config:
+        raise CompvlError(
+            f"the preprocessing of {model.name} resizes photographs in none of the ways that "
+            f"training knows (resize_mode: {', '.join(RESIZE_MODES)}; interpolation: "
+            f"{', '.join(INTERPOLATIONS)}): wrap the model with such a preprocessing, or choose "
+            "what training does, data_options=dict(resize_mode=…, interpolation=…)"
+        )
+    return {name: config[name] for name in names if name in config}
 
 
 _HARD_TEXTS = {  # what terms need -> its count in `describe()`
@@ -123,6 +166,12 @@ def check_trainable(model: Model):
             lacks.append(f"{name}, an argument of `wrap_model`")
     if lacks:
         raise CompvlError(f"to be trained, {model.name} lacks {'; '.join(lacks)}")
+    if not model.can_normalize:
+        raise CompvlError(
+            f"the preprocessing of {model.name} does more than resize, crop and normalise by mean "
+            f"{tuple(model.mean)} and std {tuple(model.std)} to {model.image_size} pixels, which "
+            "is what training does: correct these values, and do the rest in encode_image"
+        )
 
 
 def open_parts(
@@ -151,7 +200,8 @@ def open_parts(
             model.image_size,
             config.kinds,
             progress,
-            **{**resize_options(config.data, model), **config.data_options},
+            **resize_options(config.data, model, config.data_options),
+            **config.data_options,
         )
     check_hard_texts(config, data)
     teacher = load_diffusion(config.teacher, device) if "diffusion" in needed(config) else None
