@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LONGEST_WAIT', 'SHARDED', 'check_accelerate', 'make_accelerator', 'resize_options', 'check_hard_texts',
-           'check_trainable', 'open_parts', 'set_up_clip', 'plain_clip']
+           'check_trainable', 'check_parts', 'open_parts', 'set_up_clip', 'plain_clip']
 
 # %% ../../nbs/lib/train/13_setup.ipynb #b396b608
 import os
@@ -116,13 +116,28 @@ def check_trainable(model: Model):
             "`wrap_model` returns"
         )
     lacks = []
-    if not isinstance(getattr(model.clip, "logit_scale", None), Tensor):
-        lacks.append("a parameter logit_scale in the network, the log of the scale of its logits")
+    scale = getattr(model.clip, "logit_scale", None)
+    if not isinstance(scale, Tensor) or scale.numel() != 1:
+        lacks.append(
+            "a parameter logit_scale of one number in the network, the log of the scale of its "
+            "logits"
+        )
     for name in ("image_size", "mean", "std"):
         if getattr(model, name) is None:
             lacks.append(f"{name}, an argument of `wrap_model`")
     if lacks:
         raise CompvlError(f"to be trained, {model.name} lacks {'; '.join(lacks)}")
+
+
+def check_parts(clip: nn.Module, config: TrainConfig):
+    """Raise `CompvlError` where a config asks for parts or methods that a network does not have."""
+    if config.frozen or config.compile:
+        tower_modules(clip, "image")
+    if config.grad_checkpointing and not hasattr(clip, "set_grad_checkpointing"):
+        raise CompvlError(
+            f"grad_checkpointing calls the method set_grad_checkpointing(enable) of a network, and "
+            f"{type(clip).__name__} has none: give it one, or use chunk_size where memory is short"
+        )
 
 
 def open_parts(
@@ -134,8 +149,9 @@ def open_parts(
 ) -> tuple[Model, object, Diffusion | None]:
     """Model, data and diffusion model (or None) of a config; random numbers start at its seed.
 
-    Errors as of `create_model`, `check_trainable`, `load_train_data`, `check_hard_texts` and
-    `load_diffusion`, and for a name in `validate_on` that is no benchmark's."""
+    Errors as of `create_model`, `check_trainable`, `check_parts`, `load_train_data`,
+    `check_hard_texts` and `load_diffusion`, and for a name in `validate_on` that no benchmark
+    has."""
     expand(config.validate_on, micro=True)
     if model is not None:
         check_trainable(model)
@@ -144,6 +160,7 @@ def open_parts(
         model = create_model(config.model, config.pretrained, device)
     else:
         model = replace(model, clip=deepcopy(model.clip).to(device))
+    check_parts(model.clip, config)
     if data is None:
         data = load_train_data(
             config.data,
