@@ -20,6 +20,7 @@ from open_clip.tokenizer import HFTokenizer, SigLipTokenizer, SimpleTokenizer
 
 from ..core import CompvlError, atomic_write, config_hash, read_json
 from ..models.clip import Model, create_model
+from ..models.dual_encoders import PREFIX, load_dual_encoder
 from ..models.weights import load_weights
 from ..models.wrap import WrappedModel
 from .terms import needed, term_versions
@@ -233,6 +234,8 @@ def load_run(
             f"{folder} holds no finished run: `train` with its config makes or resumes it"
         )
     name = read_json(folder / "config.json")["model"]
+    if model is None and name.startswith(PREFIX):
+        model = load_dual_encoder(name, device)
     if model is None:
         try:
             return Run(folder, create_model(name, folder, device))

@@ -145,7 +145,8 @@ def train_command(  # noqa: PLR0913  one argument an option
         typer.Option(help="cae, cae+hn: attention, gradcam, perturbation or gradient."),
     ] = None,
     model: Annotated[
-        Optional[str], typer.Option(help="An open_clip model name, or micro-clip.")
+        Optional[str],
+        typer.Option(help="An open_clip model name, micro-clip, or transformers:ID_OR_FOLDER."),
     ] = None,
     pretrained: Annotated[
         Optional[str],
