@@ -32,6 +32,7 @@ from compvl.models.texts import wrap_text_encoder
 from compvl.models.towers import encode_text, text_tower
 from compvl.models.wrap import wrap_model
 from compvl.models.zoo import open_model
+from compvl.train import TrainConfig, load_run, train
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed (pip install 'compvl[transformers]')"
@@ -520,3 +521,36 @@ def test_wrapping_says_what_is_missing():
         wrap_text_encoder(nn.Linear(2, 2))
     with pytest.raises(CompvlError, match="a row for each"):
         wrap_text_encoder(Sentences(), encode=lambda texts: np.zeros(3))
+
+
+def test_dual_encoder_is_trained_by_its_name(tmp_path, words):
+    """With its own mean and std, and one tower where it is asked for; its run is opened by name."""
+    write_dual_encoder(tmp_path / "siglip", "SigLIP", words)
+    name = f"transformers:{tmp_path / 'siglip'}"
+    sizes = dict(n_train=16, steps=2, batch_size=8, lr=1e-3, warmup=0)
+    config = TrainConfig("clip-ft", model=name, frozen="image", **sizes)
+    run = train(config, runs=tmp_path, progress=False)
+    assert run.model.mean == (0.5, 0.5, 0.5)
+    start = open_model(name, device="cpu")
+    before = dict(start.clip.named_parameters())
+    changed = set()
+    for key, weight in run.model.clip.named_parameters():
+        if not torch.equal(weight, before[key]):
+            changed.add(key.split(".")[1])
+    assert changed == {"text_model", "logit_scale"}
+    assert run.config["start"] != "random"
+    assert train(config, runs=tmp_path, progress=False, model=start).folder == run.folder
+    opened = load_run(run.folder, "cpu").model
+    tokens = start.tokenizer(["a red star"])
+    with torch.no_grad():
+        assert torch.equal(opened.encode_text(tokens), run.model.encode_text(tokens))
+    with pytest.raises(CompvlError, match="weights of its own"):
+        train(TrainConfig("clip-ft", model=name, pretrained="openai"), runs=tmp_path)
+
+
+def test_patches_are_not_trained_as_pictures(tmp_path, words):
+    """NaFlex has no mean and std that make a picture the network's input."""
+    write_dual_encoder(tmp_path, "SigLIP 2 NaFlex", words)
+    config = TrainConfig("clip-ft", model=f"transformers:{tmp_path}", n_train=16, batch_size=8)
+    with pytest.raises(CompvlError, match="to be trained, .* lacks .*mean"):
+        train(config, runs=tmp_path, progress=False)

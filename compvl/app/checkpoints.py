@@ -24,6 +24,14 @@ def _has_own_weights(name: str) -> bool:
     return has_own_weights(name)
 
 
+def _config_of_run(folder: Path) -> dict | None:
+    """The config.json of a run of `compvl.train` in a folder; None where there is no run."""
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else None
+    is_run = isinstance(config, dict) and {"method", "model", "start"} <= set(config)
+    return config if is_run else None
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model to evaluate, and its weights."""
@@ -41,7 +49,8 @@ class Checkpoint:
 
     @classmethod
     def from_text(cls, text: str) -> Checkpoint:
-        """`NAME` or `NAME:WEIGHTS`, or `LABEL=` and one of these, as on the command line.
+        """`NAME`, `NAME:WEIGHTS` or a run folder, or `LABEL=` and one of these, as on the command
+        line.
 
         The name of a repository or a folder has a colon, and no weights after it. A label has no
         colon and no slash: what is before an equals sign in a path is none."""
@@ -51,6 +60,9 @@ class Checkpoint:
             named = text
         if _has_own_weights(named):
             return cls(named, label=label)
+        run = _config_of_run(Path(named))
+        if run:
+            return cls(run["model"], named, label=label)
         name, _, weights = named.partition(":")
         return cls(name, weights or None, label=label)
 
@@ -136,12 +148,9 @@ def base_of(checkpoint: Checkpoint) -> Checkpoint | None:
 
     None where neither knows it, and for a run from random weights."""
     path = Path(checkpoint.weights or "")
-    config_path = (path if path.is_dir() else path.parent) / "config.json"
-    config = None
-    if checkpoint.weights and config_path.is_file():
-        config = read_json(config_path)
-    is_run = isinstance(config, dict) and {"method", "model", "start"} <= set(config)
-    if not is_run:
+    folder = path if path.is_dir() else path.parent
+    config = _config_of_run(folder) if checkpoint.weights else None
+    if not config:
         return _zoo_base(checkpoint.name)
     base = Checkpoint(config["model"], config.get("pretrained"))
     return base if base.weights or _has_own_weights(base.name) else None
@@ -153,15 +162,15 @@ def is_same(a: Checkpoint, b: Checkpoint) -> bool:
 
 # %% ../../nbs/lib/app/06a_checkpoints.ipynb #e93382ed
 def _default_weights(name: str) -> str:
-    """The weights of a model that names none: the shipped base, which micro-clip alone has."""
-    if name != "micro-clip":
+    """The weights of a model that names none: the shipped base of micro-clip and its relatives."""
+    if not name.startswith("micro-"):
         import open_clip
 
         tags = open_clip.list_pretrained_tags_by_model(name)
-        if tags:
+        others = f"random, or one of its tags: {', '.join(tags)}" if tags else "or random"
+        if name in open_clip.list_models():
             raise CompvlError(
-                f"Which weights of {name}? Give --pretrained with a file, a run folder, random, "
-                f"or one of its tags: {', '.join(tags)}."
+                f"Which weights of {name}? Give --pretrained with a file, a run folder, {others}."
             )
     return "base"
 

@@ -203,7 +203,7 @@ class Model:
         """exp of the learned logit scale, at most 100; a scalar with gradient.
 
         It has a gradient at the bound as well, which clamping after exp would lose to rounding."""
-        return self.clip.logit_scale.clamp(max=math.log(100)).exp()
+        return self.clip.logit_scale.clamp(max=math.log(100)).exp().reshape(())
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] at the model's size -> float32 as from `preprocess`, on its device."""

@@ -94,6 +94,21 @@ class PictureInputs:
         shape = inputs["spatial_shapes"][0].float()
         return torch.cat([pixels, mask[:, None], shape.expand(len(pixels), 2)], dim=1)
 
+    def normalization(self) -> tuple:
+        """Mean and std, three floats each, with which it normalises pixels between 0 and 1.
+
+        (None, None) where it makes something else of them, such as patches."""
+        color = (10, 100, 200)
+        inputs = self(Image.new("RGB", (64, 64), color))
+        mean = getattr(self.processor, "image_mean", None)
+        std = getattr(self.processor, "image_std", None)
+        if inputs.ndim != 3 or len(inputs) != 3 or not mean or not std:
+            return None, None
+        normalized = (torch.tensor(color) / 255 - torch.tensor(mean)) / torch.tensor(std)
+        if not torch.allclose(inputs, normalized.view(3, 1, 1).expand_as(inputs), atol=1e-3):
+            return None, None
+        return tuple(mean), tuple(std)
+
     def __repr__(self):
         return json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
 

@@ -64,6 +64,11 @@ def read_weights(path, lora_alpha: float | None = None) -> tuple[dict, dict]:
     weights, or would have to run code."""
     path = Path(path)
     if not path.exists():
+        if (path.parent / "metrics.csv").exists() and not (path.parent / "DONE").exists():
+            raise CompvlError(
+                f"{path.parent} holds a run that is not finished, and no weights yet: training "
+                "with its configuration resumes it"
+            )
         raise CompvlError(
             f"there is no weights file {path}: give a path that exists, an open_clip tag, "
             "or random (--pretrained random)"

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from ..core import CompvlError, atomic_write
+from ..models.formats import brief
 
 # %% ../../nbs/lib/train/09_checkpoint.ipynb #0e47cce0
 def lock_folder(folder: Path):
@@ -50,13 +51,26 @@ def forget_run(folder: Path):
         shutil.rmtree(folder / "checkpoint")
 
 # %% ../../nbs/lib/train/09_checkpoint.ipynb #b6d7aa72
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether an error comes from an interrupt, as torch's of a file that it could not finish."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False
+
+
 @contextmanager
 def writing_to(folder: Path):
-    """A context that turns a failure to write, such as of a full disk, into a `CompvlError`."""
+    """A context that turns a failure to write, such as of a full disk, into a `CompvlError`.
+
+    An interrupt while a file is written stays a KeyboardInterrupt."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        reason = str(error).splitlines()[0][:150]
+        if _was_interrupted(error):
+            raise KeyboardInterrupt from error
+        reason = brief(error)
         raise CompvlError(
             f"{folder} cannot be written ({reason}): free some space, or fix what is wrong with "
             "the disk, and train again; the run resumes at its last checkpoint"
@@ -89,8 +103,7 @@ def load_checkpoint(folder: Path) -> dict | None:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CompvlError(
-            f"{file} cannot be read ({str(error).splitlines()[0][:100]}): remove {folder} to train "
-            "again"
+            f"{file} cannot be read ({brief(error)}): remove {folder} to train again"
         ) from error
 
 

@@ -39,7 +39,13 @@ from .config import TrainConfig
 from .neighbours import nearest_alternatives
 from .optimizer import learning_rate, make_optimizer
 from .run import NOT_IDENTITY, MetricsFile, Run, folder_name, run_identity
-from .setup import make_accelerator, open_parts, plain_clip, set_up_clip
+from compvl.train.setup import (
+    make_accelerator,
+    open_parts,
+    plain_clip,
+    set_up_clip,
+    starts_random,
+)
 from .step import Towers, backward_loss
 from .validation import Validation, ValidationFile
 
@@ -372,7 +378,7 @@ def train(
     whole or not at all."""
     config = config.resolved()
     runs = Path(runs or runs_dir())
-    is_random = model is None and config.pretrained is None
+    is_random = model is None and starts_random(config)
     accelerator = make_accelerator(config, runs)
     world = accelerator.num_processes
     with accelerator.main_process_first():
@@ -418,5 +424,5 @@ def run_name(config: TrainConfig) -> str:
     """The name of a config's run folder. Nothing is trained; errors as of `train`."""
     config = config.resolved()
     model, data, teacher = open_parts(config, "cpu")
-    is_random = config.pretrained is None
+    is_random = starts_random(config)
     return folder_name(run_identity(config, data, model, teacher=teacher, is_random=is_random))

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from open_clip.tokenizer import HFTokenizer, SigLipTokenizer, SimpleTokenizer
 
 from ..core import CompvlError, atomic_write, config_hash, read_json
 from ..models.clip import Model, create_model
+from ..models.dual_encoders import PREFIX, load_dual_encoder
 from ..models.weights import load_weights
+from ..models.wrap import WrappedModel
 from .terms import needed, term_versions
 
 # %% ../../nbs/lib/train/08_run.ipynb #a09fb9df
@@ -83,6 +86,21 @@ def unused_fields(config) -> list[str]:
     return unused
 
 
+_TOKENIZERS = (SimpleTokenizer, HFTokenizer, SigLipTokenizer)  # open_clip's
+_N_TOKENIZED = 64  # training captions
+
+
+def _has_own_tokenizer(model: Model) -> bool:
+    """Whether a model's tokenizer is another than its name says."""
+    return isinstance(model, WrappedModel) or not isinstance(model.tokenizer, _TOKENIZERS)
+
+
+def _tokens_digest(model: Model, data) -> str:
+    """12 hex digits that identify the tokens of the first training captions."""
+    captions = data.batch(range(min(_N_TOKENIZED, len(data))))["caption"]
+    return config_hash(model.tokenizer(list(captions)).tolist())
+
+
 def run_identity(
     config,  # resolved
     data,  # as from `load_train_data`
@@ -99,6 +117,8 @@ def run_identity(
         identity["teacher"] = teacher.fingerprint()
     if term_versions(config):
         identity["term_versions"] = term_versions(config)
+    if _has_own_tokenizer(model):
+        identity["tokens"] = _tokens_digest(model, data)
     identity.update(
         model=model.name,
         steps=steps,
@@ -214,6 +234,8 @@ def load_run(
             f"{folder} holds no finished run: `train` with its config makes or resumes it"
         )
     name = read_json(folder / "config.json")["model"]
+    if model is None and name.startswith(PREFIX):
+        model = load_dual_encoder(name, device)
     if model is None:
         try:
             return Run(folder, create_model(name, folder, device))

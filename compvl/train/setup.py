@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LONGEST_WAIT', 'SHARDED', 'check_accelerate', 'make_accelerator', 'resize_options', 'check_hard_texts',
-           'check_trainable', 'open_parts', 'set_up_clip', 'plain_clip']
+           'check_trainable', 'starts_random', 'check_parts', 'open_parts', 'set_up_clip', 'plain_clip']
 
 # %% ../../nbs/lib/train/13_setup.ipynb #b396b608
 import os
@@ -31,6 +31,7 @@ from ..data.images import INTERPOLATIONS, RESIZE_MODES, decode
 from ..data.loading import TRAIN_DATA, data_options, load_train_data
 from ..models.clip import Model, create_model, preprocess_config
 from ..models.diffusion import Diffusion, load_diffusion
+from ..models.dual_encoders import PREFIX, PictureInputs, load_dual_encoder
 from ..models.towers import freeze_tower, tower_modules
 from ..models.wrap import WrappedModel, noise_picture
 from .config import TrainConfig
@@ -159,8 +160,12 @@ def check_trainable(model: Model):
             "`wrap_model` returns"
         )
     lacks = []
-    if not isinstance(getattr(model.clip, "logit_scale", None), Tensor):
-        lacks.append("a parameter logit_scale in the network, the log of the scale of its logits")
+    scale = getattr(model.clip, "logit_scale", None)
+    if not isinstance(scale, Tensor) or scale.numel() != 1:
+        lacks.append(
+            "a parameter logit_scale of one number in the network, the log of the scale of its "
+            "logits"
+        )
     for name in ("image_size", "mean", "std"):
         if getattr(model, name) is None:
             lacks.append(f"{name}, an argument of `wrap_model`")
@@ -174,6 +179,41 @@ def check_trainable(model: Model):
         )
 
 
+def starts_random(config: TrainConfig) -> bool:
+    """Whether a config's starting weights are drawn with its seed."""
+    return config.pretrained is None and not config.model.startswith(PREFIX)
+
+
+def _named_model(config: TrainConfig, device) -> Model:
+    """The model of a config; one of transformers brings its weights."""
+    if not config.model.startswith(PREFIX):
+        return create_model(config.model, config.pretrained, device)
+    if config.pretrained not in (None, "base"):  # 'base' is what a config has where none is given
+        raise CompvlError(
+            f"{config.model} has weights of its own: leave pretrained ({config.pretrained}) out"
+        )
+    return load_dual_encoder(config.model, device)
+
+
+def _with_normalization(model: Model) -> Model:
+    """The model; one of transformers with mean and std of its processor, as training needs them."""
+    if not isinstance(getattr(model, "preprocess", None), PictureInputs) or model.mean:
+        return model
+    mean, std = model.preprocess.normalization()
+    return replace(model, mean=mean, std=std)
+
+
+def check_parts(clip: nn.Module, config: TrainConfig):
+    """Raise `CompvlError` where a config asks for parts or methods that a network does not have."""
+    if config.frozen or config.compile:
+        tower_modules(clip, "image")
+    if config.grad_checkpointing and not hasattr(clip, "set_grad_checkpointing"):
+        raise CompvlError(
+            f"grad_checkpointing calls the method set_grad_checkpointing(enable) of a network, and "
+            f"{type(clip).__name__} has none: give it one, or use chunk_size where memory is short"
+        )
+
+
 def open_parts(
     config: TrainConfig,  # resolved
     device,
@@ -183,16 +223,18 @@ def open_parts(
 ) -> tuple[Model, object, Diffusion | None]:
     """Model, data and diffusion model (or None) of a config; random numbers start at its seed.
 
-    Errors as of `create_model`, `check_trainable`, `load_train_data`, `check_hard_texts` and
-    `load_diffusion`, and for a name in `validate_on` that is no benchmark's."""
+    A name may also be one of transformers (`load_dual_encoder`).
+    Errors as of `create_model`, `check_trainable`, `check_parts`, `load_train_data`,
+    `check_hard_texts` and `load_diffusion`, and for a name in `validate_on` that no benchmark
+    has."""
     expand(config.validate_on, micro=True)
-    if model is not None:
-        check_trainable(model)
+    is_given = model is not None
     seed_everything(config.seed)
-    if model is None:
-        model = create_model(config.model, config.pretrained, device)
-    else:
+    model = _with_normalization(model if is_given else _named_model(config, device))
+    check_trainable(model)
+    if is_given:
         model = replace(model, clip=deepcopy(model.clip).to(device))
+    check_parts(model.clip, config)
     if data is None:
         data = load_train_data(
             config.data,

@@ -80,7 +80,7 @@ class Towers(nn.Module):
         captions, float [B, L], with gradient, else None; with a teacher L_SDS of images and
         captions, else None."""
         image_features = self.model.encode_image(images)
-        scale = self.clip.logit_scale.exp()
+        scale = self.clip.logit_scale.exp().reshape(())  # SigLIP's has the shape [1]
         bias = getattr(self.clip, "logit_bias", None)
         captions = tokens[: len(image_features)]
         token_attributions = None

@@ -96,6 +96,18 @@ def _summary(run) -> str:
             text += f", held-out loss {losses.value.iloc[-1]:.4f} (validation.csv)"
     return text
 
+# %% ../../../nbs/lib/app/commands/05_train.ipynb #77551292
+def _interruption(folder: Path | None) -> str:
+    """What to say of an interrupted run; `folder`: None where it has none yet.
+
+    Raises `CompvlError` for a checkpoint that cannot be read."""
+    from compvl.train.checkpoint import load_checkpoint
+
+    saved = load_checkpoint(folder) if folder else None
+    if saved is None:
+        return "interrupted before its first checkpoint: the same command starts over"
+    return f"interrupted: the same command, without --restart, resumes after step {saved['step']}"
+
 # %% ../../../nbs/lib/app/commands/05_train.ipynb #7b654f4e
 TRAIN_EXAMPLES = (
     "Example:  [bold]compvl train --method hp+hn --steps 400[/]   "
@@ -133,7 +145,8 @@ def train_command(  # noqa: PLR0913  one argument an option
         typer.Option(help="cae, cae+hn: attention, gradcam, perturbation or gradient."),
     ] = None,
     model: Annotated[
-        Optional[str], typer.Option(help="An open_clip model name, or micro-clip.")
+        Optional[str],
+        typer.Option(help="An open_clip model name, micro-clip, or transformers:ID_OR_FOLDER."),
     ] = None,
     pretrained: Annotated[
         Optional[str],
@@ -295,7 +308,17 @@ def train_command(  # noqa: PLR0913  one argument an option
     if held_out:
         options["validation"] = held_out
     others = parse_settings(settings or [], known)
-    run = train(_train_config(recipe, base, given, options, others), runs=runs, resume=not restart)
+    folders = []  # of the run, as soon as it has one
+    try:
+        run = train(
+            _train_config(recipe, base, given, options, others),
+            runs=runs,
+            resume=not restart,
+            on_start=folders.append,
+        )
+    except KeyboardInterrupt:
+        typer.echo(f"compvl: {_interruption(folders[0] if folders else None)}", err=True)
+        raise typer.Exit(130) from None
     if int(os.environ.get("RANK", 0)):
         return  # under accelerate launch, one process prints
     if as_json:
