@@ -28,9 +28,9 @@ from typing import Any
 
 # %% auto #0
 __all__ = ['FEW_SHAPES', 'CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir',
-           'cache_dir', 'atomic_write', 'write_json', 'cannot_read', 'read_json', 'iter_jsonl', 'read_jsonl',
-           'read_csv', 'config_hash', 'seed_everything', 'git_commit', 'cores', 'environment', 'release_memory',
-           'kept_objects', 'require']
+           'cache_dir', 'make_folder', 'atomic_write', 'write_json', 'cannot_read', 'read_json', 'iter_jsonl',
+           'read_jsonl', 'read_csv', 'config_hash', 'seed_everything', 'git_commit', 'cores', 'environment',
+           'release_memory', 'kept_objects', 'require']
 
 # %% ../nbs/lib/01_core.ipynb #7297f029
 # tqdm asks for ipywidgets, which nothing here needs
@@ -126,6 +126,18 @@ def cache_dir() -> Path:
     It is not created here.
     """
     return Path(os.environ.get("COMPVL_CACHE") or "~/.cache/compvl").expanduser().absolute()
+
+
+def make_folder(folder: str | Path, advice: str = "name another folder") -> Path:
+    """Make a folder and its parents, if it is not there, and return it.
+
+    Raises `CompvlError`, with `advice` what to do, where that is not possible.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CompvlError(f"{folder} cannot be made ({error.strerror}): {advice}.") from None
+    return Path(folder)
 
 # %% ../nbs/lib/01_core.ipynb #b212f644
 @contextmanager

@@ -453,3 +453,29 @@ def test_bench_writes_its_figures_and_keeps_to_its_mark(
     assert figures["rows"][0]["seconds"] == 6
     assert figures["options"] == {"n": 3}
     assert figures["environment"]["torch"]
+
+
+def test_evaluate_reads_items_from_a_file(tmp_path, inside):
+    images = tmp_path / "images"
+    images.mkdir()
+    for name, colour in (("1.png", "red"), ("2.png", "blue")):
+        Image.new("RGB", (32, 32), colour).save(images / name)
+    items = tmp_path / "items.csv"
+    items.write_text("image,caption,foil,group\n1.png,red,blue,a\n2.png,blue,red,b\n")
+    table = tmp_path / "figures.csv"
+    card = tmp_path / "card.html"
+    args = ["evaluate", "--benchmark", items, "--device", "cpu", "--no-cache"]
+    status, _, err = inside(*args, "--root", images, "--csv", table, "--report", card)
+    assert status == 0, err
+    figures = pd.read_csv(table)
+    accuracy = figures[figures.metric == "accuracy"].set_index("group")
+    assert set(figures.benchmark) == {"items.csv"}
+    assert accuracy.n["all"] == 2
+    assert {"a", "b"} < set(accuracy.index)
+    assert "items.csv" in card.read_text()
+
+    items.write_text("image,caption,foil\n1.png,red,blue\n2.png,blue,\n")
+    status, out, err = inside(*args, "--root", images)
+    assert status == 2
+    assert f"{items}:3, column foil, is empty" in err
+    assert not out

@@ -215,6 +215,13 @@ def test_several_at_a_time_keep_their_outputs_apart(tmp_path, run):
         run(jobs=0)
 
 
+def test_a_file_in_the_place_of_the_folder_is_reported(tmp_path):
+    write_notebook(tmp_path, "01_a", "1")
+    (tmp_path / "out").write_text("")
+    with pytest.raises(CompvlError, match="out/notebooks cannot be made .*--out"):
+        reproduce(["01"], "smoke", out=tmp_path / "out", folder=tmp_path)
+
+
 WAIT_FOR_THE_FIRST = """\
 from pathlib import Path
 import os, time

@@ -26,7 +26,7 @@ from compvl.app.records import (
     surroundings_digest,
 )
 from .results import ReproductionSummary, Result
-from ..core import CompvlError, cores, require, write_json
+from ..core import CompvlError, cores, make_folder, require, write_json
 
 # %% auto #0
 __all__ = ['reproduce']
@@ -216,7 +216,7 @@ def reproduce(
     `out/cost.json` says what they took together.
 
     Raises `CompvlError` for an unknown profile or notebook, a missing `data_root`, less than one
-    job, or if papermill is not installed.
+    job, a folder `out` that cannot be made, or if papermill is not installed.
     """
     from rich.console import Console
 
@@ -234,7 +234,7 @@ def reproduce(
     require("papermill", "notebooks")
     require("nbformat", "notebooks")
     out = Path(out).expanduser().absolute()
-    (out / "notebooks").mkdir(parents=True, exist_ok=True)
+    make_folder(out / "notebooks", "name another folder with out (--out)")
     root = str(data_root) if data_root else None
     offered = dict(profile=profile, data_root=root, out=str(out))
     planned = [PlannedNotebook.read(path, offered) for path in paths]

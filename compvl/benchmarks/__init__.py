@@ -25,6 +25,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "TextPair",
             "Triplet",
         ],
+        "own_items": ["read_items"],
         "registry": ["Entry", "Loaded", "Request", "counterpart", "group", "register"],
         "loading": [
             "benchmark_info",

@@ -5,6 +5,7 @@
 # %% ../../nbs/lib/benchmarks/13_loading.ipynb #b1cd768a
 from __future__ import annotations
 
+import dataclasses
 import random
 import warnings
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from .items import FIDELITIES, Benchmark
+from .own_items import is_items_file, read_items
 from .registry import GROUPS, REGISTRY, Entry, Loaded, Request, group, locate
 from ..core import CompvlError, pick
 
@@ -131,17 +133,19 @@ def _is_there(name: str, micro: bool | None) -> bool:
 
 
 def expand(
-    names: str | Iterable[str],  # of benchmarks and groups (`replace`, `compositional`, …; `all`)
+    names: str | Iterable[str],  # benchmarks, groups (`replace`, `compositional`, …; `all`), files
     micro: bool | None = None,  # of a group, keep what the microworld or the files have; None: all
 ) -> list[str]:
     """Benchmark names with the groups among them replaced by their members; each name once.
 
-    Raises `CompvlError` for an unknown name."""
+    Files of items stay as they are. Raises `CompvlError` for an unknown name."""
     found = []
-    for name in [names] if isinstance(names, str) else names:
+    for name in [names] if isinstance(names, (str, Path)) else names:
         if name == "all" or name in GROUPS:
             members = REGISTRY if name == "all" else GROUPS[name]
             found += [member for member in members if _is_there(member, micro)]
+        elif is_items_file(name):
+            found.append(name)
         else:
             found.append(pick(name, [*REGISTRY, *GROUPS, "all"], "benchmark"))
     return list(dict.fromkeys(found))
@@ -167,9 +171,8 @@ def _drawn(loaded: Loaded, request: Request) -> list:
     if n is None:
         return loaded.items
     if n > len(loaded.items):
-        raise CompvlError(
-            f"n={n}: {request.name} has {len(loaded.items):,} items under {request.root}."
-        )
+        place = f" under {request.root}" if request.root else ""
+        raise CompvlError(f"n={n}: {request.name} has {len(loaded.items):,} items{place}.")
     chosen = random.Random(request.seed).sample(range(len(loaded.items)), n)
     return [loaded.items[i] for i in sorted(chosen)]
 
@@ -220,16 +223,26 @@ def _warn_of_count(entry: Entry, request: Request, n: int) -> None:
     )
 
 # %% ../../nbs/lib/benchmarks/13_loading.ipynb #8a3125c6
+def _of_file(request: Request, split: str | None) -> Benchmark:
+    """A benchmark of the items in the file that a request names."""
+    name = request.name
+    for option, value in (("split", split), ("source", request.source)):
+        if value is not None:
+            raise CompvlError(f"{name} is a file of items: leave out {option}={value!r}.")
+    benchmark = read_items(name, request.root)
+    return dataclasses.replace(benchmark, items=_drawn(Loaded(benchmark.items, name), request))
+
+
 def load_benchmark(
-    name: str,  # see `list_benchmarks`
-    root: str | Path | None = None,  # folder of the released files; None: the microworld
+    name: str | Path,  # see `list_benchmarks`; or a file of items, see `read_items`
+    root: str | Path | None = None,  # of the released files; None: microworld, a file's own folder
     fidelity: str = "published",  # or 'corrected': of REPLACE and SWAP from released files
     split: str | None = None,  # of the microworld: 'test' (default), 'val' or 'heldout'
     n: int | None = None,  # number of items; None: all, or as many as the microworld draws
     seed: int = 0,  # draws `n` items of released files, and the microworld's items
     source: str | None = None,  # which of several kinds of files, where a root may have several
 ) -> Benchmark:
-    """A benchmark by name, from the microworld or from its released files.
+    """A benchmark by name, from the microworld or from its released files; or one's own, of a file.
 
     The scenes of the split `heldout` have combinations that no other split has
     (`compvl.benchmarks.synthetic.combinations.kept_out`). Of REPLACE's sources, `released` comes
@@ -244,12 +257,14 @@ def load_benchmark(
             f"{name!r} stands for several benchmarks ({', '.join(expand(name))}): use "
             "load_benchmarks, or name one of them."
         )
-    entry = benchmark_info(name)
     pick(fidelity, FIDELITIES, "fidelity")
-    fidelity = fidelity if entry.corrected else "published"
     if n is not None and n < 1:
         raise CompvlError(f"n={n}: a benchmark needs at least one item.")
     folder = None if root is None else Path(root).expanduser()
+    if is_items_file(name):
+        return _of_file(Request(str(name), folder, n=n, seed=seed, source=source), split)
+    entry = benchmark_info(name)
+    fidelity = fidelity if entry.corrected else "published"
     request = Request(name, folder, fidelity, split or "test", n, seed, source)
     if folder is None:
         loaded = _from_microworld(entry, request)
@@ -265,6 +280,11 @@ def load_benchmark(
     return Benchmark(name, entry.task, items, where, *published, read_n=len(items))
 
 
+def _has_source(name: str | Path, source: str | None) -> bool:
+    """Whether a benchmark has a source of this name."""
+    return name in REGISTRY and source in REGISTRY[name].sources
+
+
 def load_benchmarks(
     names: str | Iterable[str],
     root: str | Path | None = None,
@@ -275,7 +295,7 @@ def load_benchmarks(
 
     Raises `CompvlError` as it does, and for a source that none of the benchmarks has."""
     names = expand(names, root is None)
-    has_source = {name: source in REGISTRY[name].sources for name in names}
+    has_source = {name: _has_source(name, source) for name in names}
     found = []
     for name in names:
         is_meant = has_source[name] or not any(has_source.values())

@@ -23,7 +23,15 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 from tqdm import tqdm
 
-from ..core import CompvlError, atomic_write, cache_dir, config_hash, cores, pick
+from compvl.core import (
+    CompvlError,
+    atomic_write,
+    cache_dir,
+    config_hash,
+    cores,
+    make_folder,
+    pick,
+)
 
 # %% ../../nbs/lib/data/01_images.ipynb #f47086f1
 RESIZE_MODES = ("shortest", "squash")
@@ -158,7 +166,7 @@ class ImageCache:
         if resize:
             key.append(resize)
         folder = Path(folder or cache_dir() / "images") / config_hash(key)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "set COMPVL_CACHE to another folder")
         self.damaged = self._missing(strict)
         with FileLock(folder / "lock"):
             damaged = self._fill(folder, decoding_threads(workers), progress)

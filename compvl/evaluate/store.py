@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core import atomic_write, cache_dir
+from ..core import atomic_write, cache_dir, make_folder
 from .parallel import processes, together
 
 # %% ../../nbs/lib/evaluate/02_store.ipynb #369c8309
@@ -92,7 +92,7 @@ class FeatureStore:
     """Features by key in memory, read from and added to shards on disk where a folder is given."""
 
     def __init__(self, folder: str | Path | None = None, save_every: float = 60):
-        self.shards = EmbeddingShards(folder) if folder else None
+        self.shards = EmbeddingShards(make_folder(folder)) if folder else None
         self.save_every = save_every  # seconds
         keys = []
         self.blocks = []

@@ -88,13 +88,13 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
+    except Timeout:  # before its base class OSError
+        raise CompvlError(
+            f"{path} is being written by another run: wait for it, or stop it."
+        ) from None
     except OSError as error:
         raise CompvlError(
             f"{path} cannot be written ({error.strerror}): name another place."
-        ) from None
-    except Timeout:
-        raise CompvlError(
-            f"{path} is being written by another run: wait for it, or stop it."
         ) from None
     try:
         yield

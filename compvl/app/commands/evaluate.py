@@ -240,7 +240,9 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
         str,
         typer.Option(
             help="Names, separated by commas; groups such as [italic]replace, sugarcrepe, "
-            "compositional, standard, all[/] stand for their members."
+            "compositional, standard, all[/] stand for their members. A file of your own items "
+            "(.csv, .tsv, .json, .jsonl) has the columns image, caption and what the caption is "
+            "compared with: hard_negative, and hard_positive if there is one."
         ),
     ],
     model: Annotated[
@@ -281,7 +283,8 @@ def evaluate_command(  # noqa: PLR0913  one argument an option
         typer.Option(
             "--root",
             "--data-root",
-            help="Folder of the released files; without it, the microworld.",
+            help="Folder of the released files, without it, the microworld; or of the images of "
+            "your own items, without it, the folder of their file.",
         ),
     ] = None,
     fidelity: Annotated[

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -70,15 +71,17 @@ def writing(path: Path):
 def check_output(option: str, path: Path, is_folder: bool = False) -> None:
     """Raise `CompvlError` where a file, or files in a folder, cannot be written at a path.
 
-    `option`: its name, for the message. Nothing is made."""
+    `option`: its name, for the message. Nothing that stays is made."""
     if os.path.isdir(path) and not is_folder:
         raise CompvlError(f"{option} {path} is a folder: name a file.")
     folder = path.absolute() if is_folder else path.absolute().parent
     there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
     if not there.is_dir():
         raise CompvlError(f"{option} {path} cannot be written: {there} is no folder.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise CompvlError(f"{option} {path} cannot be written: {there} is not writable.")
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError:
+        raise CompvlError(f"{option} {path} cannot be written: {there} is not writable.") from None
 
 # %% ../../../nbs/lib/app/commands/01_options.ipynb #0928c4e3
 def print_json(value) -> None:
