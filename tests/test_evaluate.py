@@ -487,6 +487,14 @@ def test_finished_benchmarks_survive_an_interruption(counted, photos, tmp_path):
     pd.testing.assert_frame_equal(again, table)
 
 
+def test_a_folder_that_cannot_be_made_stops_before_anything_is_scored(counted, photos, tmp_path):
+    model, seen = counted
+    (tmp_path / "file").touch()
+    with pytest.raises(CompvlError, match="file/kept cannot be made"):
+        evaluate(model, pair_benchmark(photos[:3]), keep=tmp_path / "file/kept", progress=False)
+    assert not seen.images
+
+
 def test_kept_scores_belong_to_weights_items_images_and_skipping(model, photos, tmp_path):
     benchmark = pair_benchmark(photos[:5], "one")
     kept = tmp_path / "kept"

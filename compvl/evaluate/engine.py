@@ -17,7 +17,7 @@ import pandas as pd
 from ..benchmarks.items import Benchmark, item_images
 from ..benchmarks.loading import load_benchmark, load_benchmarks
 from ..benchmarks.registry import REGISTRY
-from ..core import CompvlError, cache_dir, config_hash, git_commit, pick
+from ..core import CompvlError, cache_dir, config_hash, git_commit, make_folder, pick
 from .averages import average_tables
 from .conventions import convention_of, published_figures
 from .kept import Kept
@@ -248,7 +248,7 @@ def _kept(keep) -> Kept | None:
     """Where scores are kept: in a folder, or for True in the user's cache; None: nowhere."""
     if not keep or isinstance(keep, Kept):
         return keep or None
-    return Kept(cache_dir() / "scores" if keep is True else keep)
+    return Kept(make_folder(cache_dir() / "scores" if keep is True else keep))
 
 
 def _kept_scores(kept: Kept, key: str) -> pd.DataFrame | None:

@@ -14,15 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..benchmarks.items import Benchmark, item_images
-from compvl.core import (
-    CompvlError,
-    atomic_write,
-    config_hash,
-    make_folder,
-    read_csv,
-    read_json,
-    write_json,
-)
+from ..core import CompvlError, atomic_write, config_hash, read_csv, read_json, write_json
 from ..images import image_key
 
 # %% ../../nbs/lib/evaluate/09_kept.ipynb #9b93e061
@@ -70,7 +62,7 @@ class Kept:
     """Scores of benchmarks in a folder, with one table for each model and benchmark."""
 
     def __init__(self, folder: str | Path):
-        self.folder = make_folder(folder)
+        self.folder = Path(folder)
 
     def key(self, scorer, benchmark: Benchmark, skip_damaged: bool) -> str:
         """Name of the scores of a benchmark."""
