@@ -491,7 +491,9 @@ def test_a_folder_that_cannot_be_made_stops_before_anything_is_scored(counted, p
     model, seen = counted
     (tmp_path / "file").touch()
     with pytest.raises(CompvlError, match="file/kept cannot be made"):
-        evaluate(model, pair_benchmark(photos[:3]), keep=tmp_path / "file/kept", progress=False)
+        evaluate(
+            model, pair_benchmark(photos[:3], "one"), keep=tmp_path / "file/kept", progress=False
+        )
     assert not seen.images
 
 
