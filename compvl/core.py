@@ -30,7 +30,7 @@ from typing import Any
 __all__ = ['FEW_SHAPES', 'CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir',
            'cache_dir', 'make_folder', 'atomic_write', 'write_json', 'cannot_read', 'read_json', 'iter_jsonl',
            'read_jsonl', 'read_csv', 'config_hash', 'seed_everything', 'git_commit', 'cores', 'environment',
-           'release_memory', 'kept_objects', 'require']
+           'torch_device', 'release_memory', 'kept_objects', 'require']
 
 # %% ../nbs/lib/01_core.ipynb #7297f029
 # tqdm asks for ipywidgets, which nothing here needs
@@ -344,6 +344,26 @@ def environment() -> dict:
     )
 
 # %% ../nbs/lib/01_core.ipynb #2e2a685c
+def torch_device(device=None):
+    """The `torch.device` of a name such as `cpu` or `cuda:1`; None: CUDA where present, else cpu.
+
+    Raises `CompvlError` for a name that torch does not know, and for a device that is not there."""
+    import torch
+
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise CompvlError(
+            f"device {device!r} cannot be used ({reason}): give cpu, cuda or cuda:0 where there is "
+            "an NVIDIA GPU, or leave it out"
+        ) from None
+    return found
+
+
 def release_memory() -> None:
     """Give memory that this process has freed back to the system.
 

@@ -53,10 +53,20 @@ class StoredImage:
 
 # %% ../nbs/lib/05_images.ipynb #1ef36f78
 def image_path(image: Any) -> Path | None:
-    """File behind an item's image; None for a stored picture and for a drawn scene."""
+    """File behind an item's image; None for a stored picture and for a drawn scene.
+
+    Raises `CompvlError` for what is none of these."""
     if isinstance(image, ImageRef):
         return Path(image.path)
-    return Path(image) if isinstance(image, (str, Path)) else None
+    if isinstance(image, (str, Path)):
+        return Path(image)
+    if hasattr(image, "render"):
+        return None
+    raise CompvlError(
+        "An image is a path, an ImageRef, a StoredImage or a scene, and this one is of type "
+        f"{type(image).__name__}: save pictures in memory as files, or give "
+        "StoredImage(name, index, read), which reads them when they are needed."
+    )
 
 # %% ../nbs/lib/05_images.ipynb #dc6d34aa
 def image_key(image: Any) -> str:

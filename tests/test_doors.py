@@ -4,6 +4,7 @@ Small networks with random weights stand for the released ones. They keep the fl
 configs, and are saved in the released formats."""
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -22,9 +23,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from compvl.app.cli import app
-from compvl.benchmarks import load_benchmark
+from compvl.attribution import attribute
+from compvl.benchmarks import Benchmark, Pair, load_benchmark
 from compvl.core import CompvlError
-from compvl.evaluate import Embedder, compare_models, evaluate, item_scores
+from compvl.evaluate import Embedder, compare, compare_models, evaluate, item_scores
+from compvl.images import StoredImage
 from compvl.models.clip import create_model
 from compvl.models.dual_encoders import DualEncoder, load_dual_encoder
 from compvl.models.scorers import open_scorer
@@ -554,3 +557,86 @@ def test_patches_are_not_trained_as_pictures(tmp_path, words):
     config = TrainConfig("clip-ft", model=f"transformers:{tmp_path}", n_train=16, batch_size=8)
     with pytest.raises(CompvlError, match="to be trained, .* lacks .*mean"):
         train(config, runs=tmp_path, progress=False)
+
+
+# Arguments that are not what they should be
+
+
+SIZES = itertools.count(4)
+
+
+def varying_size(picture):
+    return torch.zeros(3, next(SIZES), 8)
+
+
+PREPROCESSINGS = {
+    "a dict for one picture.*pixel_values": lambda picture: {"pixel_values": torch.zeros(1)},
+    "a Image for one picture": lambda picture: picture,
+    r"shape \[1, 3, 48, 48\] for one picture": lambda picture: torch.zeros(1, 3, 48, 48),
+    r"several shapes, \[3, .*, 8\] and \[3, .*, 8\]": varying_size,
+}
+
+
+@pytest.mark.parametrize("message", PREPROCESSINGS)
+def test_preprocessing_has_to_return_one_image_of_a_fixed_size(swap, message):
+    micro = create_model("micro-clip", device="cpu")
+    model = wrap_model(micro.clip, PREPROCESSINGS[message], micro.tokenizer)
+    with pytest.raises(CompvlError, match=message):
+        item_scores(model, swap, progress=False)
+
+
+def test_preprocessing_and_tokenizer_that_are_exchanged_are_refused():
+    micro = create_model("micro-clip", device="cpu")
+    with pytest.raises(CompvlError, match="the third argument, after the preprocessing"):
+        wrap_model(micro.clip, micro.tokenizer, micro.preprocess)
+
+
+@pytest.mark.parametrize("device", ["gpu0", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(swap, device):
+    model = create_model("micro-clip", device="cpu")
+    for call in (
+        lambda: evaluate(model, [swap], device=device, progress=False),
+        lambda: create_model("micro-clip", device=device),
+    ):
+        with pytest.raises(CompvlError, match=f"device '{device}' cannot be used"):
+            call()
+
+
+def test_numbers_of_resamples_are_whole(swap):
+    model = create_model("micro-clip", device="cpu")
+    scores = item_scores(model, swap, progress=False)
+    for n_boot in (0, 1.5):
+        for call in (
+            lambda: evaluate(model, [swap], n_boot=n_boot, progress=False),  # noqa: B023
+            lambda: compare(scores, scores, n_boot=n_boot),  # noqa: B023
+        ):
+            with pytest.raises(CompvlError, match=f"n_boot={n_boot}: give a whole number"):
+                call()
+    with pytest.raises(CompvlError, match="no model's scores"):
+        compare_models({})
+
+
+def test_pictures_in_memory_are_given_with_a_function_that_reads_them():
+    pictures = [Image.new("RGB", (48, 48), color) for color in ("red", "blue")]
+    model = create_model("micro-clip", device="cpu")
+
+    def of(image):
+        return Benchmark("own", "pair", [Pair("0", image, "a red star", "a blue star")], "mine")
+
+    with pytest.raises(CompvlError, match="of type Image.*StoredImage"):
+        item_scores(model, of(pictures[0]), progress=False)
+    scores = item_scores(model, of(StoredImage("mine", 0, pictures.__getitem__)), progress=False)
+    assert len(scores) == 1
+
+
+def test_calls_with_something_else_than_a_model_or_a_config_say_what_to_give(tmp_path):
+    model = create_model("micro-clip", device="cpu")
+    with pytest.raises(CompvlError, match="a str cannot be explained: give a compvl Model"):
+        attribute("micro-clip", Image.new("RGB", (48, 48)), "a red star")
+    with pytest.raises(CompvlError, match="of type NoneType"):
+        attribute(model, None, "a red star")
+    with pytest.raises(CompvlError, match="config is a str: give a TrainConfig"):
+        train("hn", tmp_path)
+    (tmp_path / "DONE").touch()
+    with pytest.raises(CompvlError, match="model is a CLIP: give wrap_model"):
+        load_run(tmp_path, model=model.clip)

@@ -33,7 +33,7 @@ from compvl.attribution.replacements import (
     tokenize_replacements,
 )
 from .tokens import ATTRIBUTIONS, text_attribution
-from ..core import pick
+from ..core import CompvlError, pick
 from ..models.clip import Model
 from ..text.lexicon import Words
 from ..text.parsed import Parse
@@ -214,6 +214,11 @@ def attribute(
     there."""
     # Longer than 40 lines: the signature and what it returns.
     pick(method, ATTRIBUTIONS, "method")
+    if not isinstance(model, Model):
+        raise CompvlError(
+            f"a {type(model).__name__} cannot be explained: give a compvl Model, from create_model "
+            "or wrap_model"
+        )
     parsed = parse(caption)
     spans = token_spans(caption, model.tokenizer)
     picture, pixels = open_picture(model, image)

@@ -15,6 +15,7 @@ import pandas as pd
 
 from ..core import CompvlError, pick
 from .averages import COUNT_METRICS, averaged, averages
+from .scorers import check_at_least_one
 from .tasks import task_of
 from ..metrics import JOINT_METRICS
 from ..stats import Correlation, paired_bootstrap, resampled_difference
@@ -198,6 +199,7 @@ def compare(
 
     Rows `group, metric, a, b, diff, lo, hi, p, n`, in percent except for mean scores.
     Raises CompvlError where the tables hold different items, or are of different tasks."""
+    check_at_least_one("n_boot", n_boot)
     return _differences(_aligned(a, b), n_boot, seed)
 
 # %% ../../nbs/lib/evaluate/11_comparisons.ipynb #4113143c
@@ -218,6 +220,8 @@ def _average_differences(both: Mapping[str, _Aligned], n_boot: int, seed: int) -
 
 def _check_scores(scores: Mapping):
     """Raise CompvlError where a model has something else than scores by benchmark."""
+    if not scores:
+        raise CompvlError("no model's scores are given: give {name: scores} of two models or more")
     for name, of_model in scores.items():
         if not isinstance(of_model, Mapping):
             raise CompvlError(
@@ -239,6 +243,7 @@ def compare_models(
     Raises CompvlError where a benchmark's items or tasks differ, for an unknown reference, and for
     a table in place of a model's scores."""
     _check_scores(scores)
+    check_at_least_one("n_boot", n_boot)
     reference = pick(reference, scores, "model") if reference else next(iter(scores))
     tables = []
     for name, theirs in scores.items():

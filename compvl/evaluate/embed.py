@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from ..core import CompvlError, config_hash
+from ..core import CompvlError, config_hash, torch_device
 from .parallel import batched, compute_ahead, processes, share, together
 from .pictures import ImageLoader, image_content_key, result_or_error
 from .store import FeatureStore, content_key, embeddings_folder
@@ -35,6 +35,8 @@ def inference(model, device=None):
     """The model in eval mode on `device` (default: where it is), without gradients.
 
     Its mode and its device are restored afterwards."""
+    if device is not None:
+        device = torch_device(device)
     training = [module for module in model.clip.modules() if module.training]
     home = model.device
     model.clip.eval()

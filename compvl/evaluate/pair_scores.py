@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..core import CompvlError
+from ..core import CompvlError, torch_device
 from .embed import check_lengths
 from .parallel import batched, compute_ahead, processes, share, together
 from .pictures import pixels_key, result_or_error, scene_key, scene_pictures
@@ -95,7 +95,7 @@ class CrossEmbedder:
 
     def on(self, device):
         """Context in which the model scores, where it is. Raises CompvlError for another device."""
-        if device is not None and torch.device(device).type != torch.device(self.model.device).type:
+        if device is not None and torch_device(device).type != torch.device(self.model.device).type:
             raise CompvlError(
                 f"{self.name} was loaded on {self.model.device}: load it on {device} instead"
             )

@@ -131,6 +131,37 @@ def _pixel_folder(pixels: str | Path | bool, resize) -> Path:
     return root / config_hash(describe_preprocess(resize))
 
 # %% ../../nbs/lib/evaluate/03_pictures.ipynb #4d4ee9a8
+def _prepared(model, picture) -> Tensor:
+    """The pixels that the model's preprocessing makes of a picture, float [3, H, W].
+
+    Raises CompvlError for anything else that it returns."""
+    pixels = model.preprocess(picture)
+    if isinstance(pixels, Tensor) and pixels.ndim == 3:
+        return pixels
+    found = f"a {type(pixels).__name__}"
+    if isinstance(pixels, Tensor):
+        found = f"a tensor of shape {list(pixels.shape)}"
+    raise CompvlError(
+        f"preprocess of {model.name} returns {found} for one picture: it has to return a tensor of "
+        "shape [3, H, W]; of a processor of transformers that is lambda picture: "
+        "processor(images=picture, return_tensors='pt')['pixel_values'][0]"
+    )
+
+
+def _batch(model, images: list[Tensor]) -> Tensor:
+    """Images [3, H, W] as a batch [B, 3, H, W] on the model's device.
+
+    Raises CompvlError where they differ in size."""
+    shapes = {tuple(image.shape): None for image in images}
+    if len(shapes) > 1:
+        first, second, *_ = map(list, shapes)
+        raise CompvlError(
+            f"preprocess of {model.name} returns tensors of several shapes, {first} and {second}: "
+            "it has to bring every picture to one size"
+        )
+    return torch.stack(images).to(model.device)
+
+
 class ImageLoader:
     """Images of items as the input of `model`, with decoded pixels kept in the folder `pixels`."""
 
@@ -147,7 +178,7 @@ class ImageLoader:
 
         Raises CompvlError where it cannot be read."""
         if self.folder is None:
-            return self.model.preprocess(open_image(image))
+            return _prepared(self.model, open_image(image))
         path = self.folder / key.hex()[:2] / f"{key.hex()}.npy"
         try:
             return torch.from_numpy(np.load(path))
@@ -159,7 +190,7 @@ class ImageLoader:
 
     def stack(self, images: list[Tensor]) -> Tensor:
         """Loaded images as the model's input, float32 [B, 3, H, W] on its device."""
-        batch = torch.stack(images).to(self.model.device)
+        batch = _batch(self.model, images)
         if batch.dtype == torch.uint8:
             return self.normalize(batch.float().div_(255))
         return batch
@@ -171,5 +202,5 @@ class ImageLoader:
         if self.model.can_normalize:
             return self.model.normalize(rendered_scenes(keys, scenes, self.model.image_size))
         size = self.model.image_size or 224
-        inputs = [self.model.preprocess(picture) for picture in scene_pictures(keys, scenes, size)]
-        return torch.stack(inputs).to(self.model.device)
+        pictures = scene_pictures(keys, scenes, size)
+        return _batch(self.model, [_prepared(self.model, picture) for picture in pictures])

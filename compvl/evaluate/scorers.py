@@ -8,6 +8,7 @@ __all__ = ['Deferred', 'check_at_least_one', 'scorer_of']
 # %% ../../nbs/lib/evaluate/06_scorers.ipynb #18fe776e
 from collections.abc import Callable
 from contextlib import nullcontext
+from numbers import Integral
 
 from ..core import CompvlError
 from .embed import Embedder
@@ -42,9 +43,9 @@ class Deferred:
 
 
 def check_at_least_one(name: str, value: int | None):
-    """Raise CompvlError for a number, of the option `name`, that is given and below 1."""
-    if value is not None and value < 1:
-        raise CompvlError(f"{name}={value}: give a number of 1 or more")
+    """Raise CompvlError for a value of the option `name` that is given and no number from 1 on."""
+    if value is not None and not (isinstance(value, Integral) and value >= 1):
+        raise CompvlError(f"{name}={value}: give a whole number, 1 or more")
 
 
 def scorer_of(

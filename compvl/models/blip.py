@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core import CompvlError, require
+from ..core import CompvlError, require, torch_device
 from .formats import brief
 from .pairs import distinct_images, in_batches
 from .releases import ZOO
@@ -182,5 +182,5 @@ def load_cross_encoder(name: str, device=None, root=None, **options) -> BlipITM:
         ) from error
     problem = f"{name} is no BLIP with a matching head"
     check_complete(report, problem, "take one of the blip-itm models")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch_device(device)
     return BlipITM(model.to(device), processor, name, **options)

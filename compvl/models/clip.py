@@ -26,7 +26,7 @@ from open_clip.tokenizer import SimpleTokenizer
 from PIL import Image
 from torch import Tensor, nn
 
-from ..core import CompvlError, data_dir, pick
+from ..core import CompvlError, data_dir, pick, torch_device
 from .formats import DAMAGED, brief, portable_state, write_weights
 from .hub import cached_file, check_hub, check_repository
 from .layouts import TOKEN_EMBEDDING
@@ -521,7 +521,7 @@ def create_model(
             stacklevel=2,
         )
     computed = activation or trained
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch_device(device)
     own_weights = is_repository(name) and pretrained is None
     try:
         tokenizer = _tokenizer(name)

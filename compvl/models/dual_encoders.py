@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..core import CompvlError, require
+from ..core import CompvlError, require, torch_device
 from .formats import DAMAGED, brief
 from compvl.models.transformers_models import (
     cached_or_fetched,
@@ -240,5 +240,5 @@ def load_dual_encoder(source, device=None, name: str | None = None) -> WrappedMo
         image_size=getattr(vision, "image_size", None),
     )
     model.pretrained = source
-    model.clip.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model.clip.to(torch_device(device))
     return model

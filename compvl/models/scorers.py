@@ -6,9 +6,7 @@
 __all__ = ['open_scorer']
 
 # %% ../../nbs/lib/models/15_scorers.ipynb #3f03a5a1
-import torch
-
-from ..core import CompvlError
+from ..core import CompvlError, torch_device
 from .blip import load_cross_encoder
 from .captioner import CaptionScorer, load_captioner
 from .clip import Model
@@ -24,7 +22,7 @@ _MICRO = ("micro-xvlm", "micro-captioner", "micro-captioner-gain")
 
 def _open_micro(name: str, path, device) -> PairScorer:
     """The scorer of `_MICRO` with the weights in a file; `path`: None for the shipped ones."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch_device(device)
     if name == "micro-xvlm":
         return MatchingScorer(load_matcher(path, device))
     return CaptionScorer(load_captioner(path, device), name.endswith("-gain"), name)

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..core import CompvlError, pick, require
+from ..core import CompvlError, pick, require, torch_device
 from .formats import brief
 from .pairs import in_batches
 from compvl.models.transformers_models import (
@@ -340,6 +340,6 @@ def load_generative(name: str, kind: str = "vqa", device=None, **options) -> VQA
         ) from error
     remedy = "give a folder with all weights of the model in its config.json"
     check_complete(report, f"the weights of {name} are not complete", remedy)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch_device(device)
     model = model.float() if device.type == "cpu" else model
     return VQAScorer(model.to(device), processor, name, kind, **options)

@@ -100,8 +100,14 @@ def _check_network(clip, name: str, sees_images: bool):
 
 
 def _check_tokenizer(tokenizer: Callable, name: str):
-    """Raise CompvlError where a tokenizer does not return what `encode_text` takes."""
-    tokens = tokenizer(["a cat", "two dogs on a mat"])
+    """Raise CompvlError where a tokenizer fails or does not return what `encode_text` takes."""
+    try:
+        tokens = tokenizer(["a cat", "two dogs on a mat"])
+    except Exception as error:
+        raise CompvlError(
+            f"the tokenizer of {name} fails for a list of two captions ({type(error).__name__}: "
+            f"{error}): it is the third argument, after the preprocessing of images"
+        ) from error
     found = f"a {type(tokens).__name__}"
     if isinstance(tokens, Tensor):
         if tokens.ndim == 2 and len(tokens) == 2:

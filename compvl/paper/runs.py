@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
-import torch
 
-from ..core import CompvlError, config_hash
+from ..core import CompvlError, config_hash, torch_device
 from ..models.captioner import CaptionScorer, load_captioner
 from ..models.clip import Model, create_model
 from ..models.matcher import MatchingScorer, load_matcher
@@ -192,7 +191,7 @@ def with_validation(metrics: pd.DataFrame, validation: pd.DataFrame) -> pd.DataF
 
 def _finished_scorer(folder: Path, config: MatcherConfig | CaptionerConfig) -> PairScorer:
     """The scorer of pairs in the folder of a finished run."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch_device()
     weights = folder / "weights.safetensors"
     if isinstance(config, CaptionerConfig):
         return CaptionScorer(load_captioner(weights, device), config.prior)

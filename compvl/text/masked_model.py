@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ..core import CompvlError
+from ..core import CompvlError, torch_device
 from .transformers_client import load_pretrained
 
 # %% auto #0
@@ -40,7 +40,7 @@ class Unmasker:
 
         self.name = str(path_or_name)
         self.batch_size = batch_size
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch_device(device)
         model, report, self.tok = load_pretrained(
             "AutoModelForMaskedLM", path_or_name, "masked language model"
         )

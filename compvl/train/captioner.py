@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..core import CompvlError, config_hash, runs_dir
+from ..core import CompvlError, config_hash, runs_dir, torch_device
 from ..data.loading import load_train_data
 from ..microworld.datasets import PretrainSet
 from ..models.captioner import Captioner
@@ -171,7 +171,7 @@ def train_captioner(
     metrics.csv has a row a step: step, lr, the losses of `captioning_losses`, samples_per_s, and
     at some steps those of `held_out_captioning`.
     Raises CompvlError where the loss is not finite."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch_device(device)
     data = load_train_data("pretrain", cfg.n_train)
     folder = Path(runs or runs_dir()) / captioner_name(cfg)
 

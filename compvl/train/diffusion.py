@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core import CompvlError, atomic_write, config_hash, data_dir, runs_dir
+from ..core import CompvlError, atomic_write, config_hash, data_dir, runs_dir, torch_device
 from ..data.loading import load_train_data
 from ..microworld.evaluation_sets import TRIPLETS, triplets
 from ..microworld.render import render
@@ -141,7 +141,7 @@ def train_diffusion(
 
     Returns the run's folder, `<runs>/diffusion-<hash>`, with the files that `train_steps` names.
     The weights are the EMA, in float16. Raises CompvlError where the loss is not finite."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch_device(device)
     data = load_train_data("pretrain", cfg.n_train, cfg.image_size)
     about = asdict(cfg) | {"train_data": data.describe()}
     folder = Path(runs or runs_dir()) / f"diffusion-{config_hash(about)}"

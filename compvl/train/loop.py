@@ -348,6 +348,15 @@ def finished_run(folder: Path, model: Model) -> Run:
     return Run(folder, replace(model, clip=model.clip.eval(), pretrained=str(folder)))
 
 # %% ../../nbs/lib/train/14_loop.ipynb #c8e917d9
+def _resolved(config: TrainConfig) -> TrainConfig:
+    """The config with what the machine decides. Raises CompvlError for anything else."""
+    if not isinstance(config, TrainConfig):
+        raise CompvlError(
+            f"config is a {type(config).__name__}: give a TrainConfig, or what recipe(…) returns"
+        )
+    return config.resolved()
+
+
 def train(
     config: TrainConfig,
     runs=None,  # folder of run folders; None: `runs_dir()`
@@ -376,7 +385,7 @@ def train(
     several training processes dies, their launcher ends the others. In all these cases, and after
     an interrupt at any time, training again resumes at the last checkpoint, which is replaced as a
     whole or not at all."""
-    config = config.resolved()
+    config = _resolved(config)
     runs = Path(runs or runs_dir())
     is_random = model is None and starts_random(config)
     accelerator = make_accelerator(config, runs)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..core import CompvlError, config_hash, runs_dir
+from ..core import CompvlError, config_hash, runs_dir, torch_device
 from ..data.loading import load_train_data
 from ..models.clip import create_model
 from ..models.matcher import Matcher, as_model
@@ -115,7 +115,7 @@ def train_matcher(
     Returns the run's folder, `<runs>/matcher-<hash>`, with the files that `train_steps` names.
     metrics.csv has a row a step: step, lr, loss, itc, itm, mlm, logit_scale, samples_per_s.
     Raises CompvlError where the loss is not finite."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch_device(device)
     data = load_train_data("pretrain", cfg.n_train)
     folder = Path(runs or runs_dir()) / matcher_name(cfg)
 

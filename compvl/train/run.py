@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 from open_clip.tokenizer import HFTokenizer, SigLipTokenizer, SimpleTokenizer
 
-from ..core import CompvlError, atomic_write, config_hash, read_json
+from ..core import CompvlError, atomic_write, config_hash, read_json, torch_device
 from ..models.clip import Model, create_model
 from ..models.dual_encoders import PREFIX, load_dual_encoder
 from ..models.weights import load_weights
@@ -233,6 +233,10 @@ def load_run(
         raise CompvlError(
             f"{folder} holds no finished run: `train` with its config makes or resumes it"
         )
+    if model is not None and not isinstance(model, Model):
+        raise CompvlError(
+            f"model is a {type(model).__name__}: give wrap_model(network, preprocess, tokenizer)"
+        )
     name = read_json(folder / "config.json")["model"]
     if model is None and name.startswith(PREFIX):
         model = load_dual_encoder(name, device)
@@ -244,7 +248,7 @@ def load_run(
                 f"{error}; the run of a network of your own is opened with "
                 "load_run(folder, model=wrap_model(…))"
             ) from None
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch_device(device)
     clip = deepcopy(model.clip).to(device)
     load_weights(clip, folder / "weights.safetensors", name)
     return Run(folder, replace(model, clip=clip.eval(), pretrained=str(folder)))
