@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 import open_clip
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -547,6 +548,14 @@ def test_dual_encoder_is_trained_by_its_name(tmp_path, words):
     tokens = start.tokenizer(["a red star"])
     with torch.no_grad():
         assert torch.equal(opened.encode_text(tokens), run.model.encode_text(tokens))
+
+    command = ["evaluate", "--model", str(run.folder), "--benchmark", "swap", "--n", "6"]
+    csv = tmp_path / "figures.csv"
+    done = CliRunner().invoke(app, [*command, "--device", "cpu", "--csv", str(csv)])
+    assert done.exit_code == 0, done.output
+    swap = load_benchmark("swap", n=6)
+    expected = evaluate(opened, [swap], progress=False)
+    assert list(pd.read_csv(csv).value) == pytest.approx(list(expected.value), abs=1e-6)
     with pytest.raises(CompvlError, match="weights of its own"):
         train(TrainConfig("clip-ft", model=name, pretrained="openai"), runs=tmp_path)
 

@@ -132,11 +132,11 @@ def _pixel_folder(pixels: str | Path | bool, resize) -> Path:
 
 # %% ../../nbs/lib/evaluate/03_pictures.ipynb #4d4ee9a8
 def _prepared(model, picture) -> Tensor:
-    """The pixels that the model's preprocessing makes of a picture, float [3, H, W].
+    """What the model's preprocessing makes of a picture: float [3, H, W], or patches [L, D].
 
     Raises CompvlError for anything else that it returns."""
     pixels = model.preprocess(picture)
-    if isinstance(pixels, Tensor) and pixels.ndim == 3:
+    if isinstance(pixels, Tensor) and pixels.ndim in (2, 3):
         return pixels
     found = f"a {type(pixels).__name__}"
     if isinstance(pixels, Tensor):

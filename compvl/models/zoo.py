@@ -27,6 +27,7 @@ from compvl.models.clip import (
 from .dual_encoders import PREFIX, load_dual_encoder
 from .hub import cached_file, in_hub_cache
 from .releases import ZOO, ZooEntry
+from .weights import load_weights
 
 # %% ../../nbs/lib/models/09_zoo.ipynb #1c103566
 def _near(name: str, names: Iterable[str]) -> list[str]:
@@ -200,12 +201,20 @@ def has_own_weights(name: str) -> bool:
 
 
 def _open_transformers(name: str, pretrained, device, activation) -> Model:
-    """A dual encoder of transformers. Raises CompvlError for options that it states itself."""
-    if pretrained or activation:
+    """A dual encoder of transformers, with the weights of a run folder where one is given.
+
+    Raises CompvlError for other weights, and for an activation, which it states itself."""
+    run_weights = Path(pretrained or "") / "weights.safetensors"
+    if activation or pretrained and not run_weights.is_file():
         raise CompvlError(
-            f"{name} has weights and an activation of its own: leave pretrained and activation out"
+            f"{name} has weights and an activation of its own: leave activation out, and as "
+            "pretrained give only the folder of a finished run that was trained from it"
         )
-    return load_dual_encoder(name, device)
+    model = load_dual_encoder(name, device)
+    if pretrained:
+        load_weights(model.clip, run_weights, name)
+        model.pretrained = str(pretrained)
+    return model
 
 
 def open_model(
@@ -215,7 +224,8 @@ def open_model(
     `hf-hub:ORG/NAME` and `local-dir:FOLDER`), or in transformers (`load_dual_encoder`,
     `transformers:ID_OR_FOLDER`).
 
-    `pretrained`: for a name of the zoo, the path of its weights where they are not under `root`.
+    `pretrained`: for a name of the zoo, the path of its weights where they are not under `root`;
+    for a name of transformers, the folder of a run that was trained from it.
     Raises CompvlError for a name that neither knows, and as these functions do."""
     if name.lower() in ZOO:
         return load_zoo(name, root, pretrained, device, activation)
