@@ -9,6 +9,7 @@ __all__ = ['rendered_scenes', 'scene_key', 'pixels_key', 'file_key', 'image_cont
 # %% ../../nbs/lib/evaluate/03_pictures.ipynb #5a3e1563
 import hashlib
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
@@ -184,8 +185,15 @@ class ImageLoader:
             return torch.from_numpy(np.load(path))
         except (OSError, ValueError, EOFError):  # absent or damaged
             pixels = pil_to_tensor(self.resize(open_image(image)))
-        with atomic_write(path) as tmp:
-            np.save(tmp, pixels.numpy())
+        try:
+            with atomic_write(path) as tmp:
+                np.save(tmp, pixels.numpy())
+        except OSError as error:
+            warnings.warn(
+                f"decoded images cannot be kept in {self.folder} ({error.strerror}): they are "
+                "decoded again next time",
+                stacklevel=2,
+            )
         return pixels
 
     def stack(self, images: list[Tensor]) -> Tensor:

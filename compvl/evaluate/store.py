@@ -113,10 +113,18 @@ class FeatureStore:
             self.flush()
 
     def flush(self) -> None:
-        """Write the new features to disk."""
+        """Write the new features to disk. A full disk warns: they stay in memory from then on."""
         if self.shards and self.unsaved and processes()[0] == 0:
             keys, features = zip(*self.unsaved, strict=True)
-            self.shards.append(list(chain(*keys)), torch.cat(features))
+            try:
+                self.shards.append(list(chain(*keys)), torch.cat(features))
+            except (OSError, SafetensorError) as error:
+                warnings.warn(
+                    f"embeddings cannot be kept in {self.shards.folder} ({error}): the new ones "
+                    "stay in memory, and are computed again next time",
+                    stacklevel=2,
+                )
+                self.shards = None
         self.unsaved = []
         self.saved_at = time.monotonic()
 
