@@ -128,9 +128,11 @@ class Notebook:
     def __repr__(self) -> str:
         return f"Notebook({self.name!r}, {self.profile.name!r})"
 
-    def describe(self) -> Markdown:
-        """The profile in words, and the terms that the notebooks share."""
-        return Markdown(f"{self.profile.describe()}\n\n{_TERMS}")
+    def describe(self, finetunes: bool = True) -> Markdown:
+        """The profile in words, and the terms that the notebooks share.
+
+        `finetunes`: whether the notebook shows finetuned models, and so needs the schedule."""
+        return Markdown(f"{self.profile.describe(finetunes)}\n\n{_TERMS}")
 
     def _file(self, suffix: str | None) -> str:
         """Name of what the notebook writes."""

@@ -82,12 +82,14 @@ class Profile:
         values = vars(self) | self.train
         return {key: values.get(key) for key in _RECORD}
 
-    def describe(self) -> str:
-        """A description of the profile in a sentence or two."""
+    def describe(self, finetunes: bool = True) -> str:
+        """A description of the profile in a sentence or two; without `finetunes`, no schedule."""
+        schedule = ""
+        if finetunes:
+            schedule = f", finetuned {self._length()} on {self._pairs()}, {self._seeds()}"
         sentence = (
-            f"Profile `{self.name}`: {self.model} from `{self.train['pretrained']}`, finetuned "
-            f"{self._length()} on {self._pairs()}, {self._seeds()}; {self._items()}; "
-            f"{self._intervals()}."
+            f"Profile `{self.name}`: {self.model} from `{self.train['pretrained']}`{schedule}; "
+            f"{self._items()}; {self._intervals()}."
         )
         if self.model == "micro-clip":
             sentence += " Tables name that base *CLIP ViT-B/32*, in whose place it stands."
