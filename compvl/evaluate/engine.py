@@ -100,12 +100,10 @@ def _check_images(benchmark: Benchmark, scorer):
                     f"{benchmark.name}, item {item.id}: its image is the web address {image}: "
                     "download it, and give the path of the file"
                 )
-            is_file = image_path(image) is not None
-            if not is_file and not hasattr(image, "render"):
-                raise CompvlError(
-                    f"{benchmark.name}, item {item.id}: its image is of the type "
-                    f"{type(image).__name__}: give a path, an ImageRef, a StoredImage or a Scene"
-                )
+            try:
+                image_path(image)
+            except CompvlError as error:
+                raise CompvlError(f"{benchmark.name}, item {item.id}: {error}") from None
 
 
 def _check_ids(benchmark: Benchmark):
