@@ -24,7 +24,7 @@ from compvl.paper import PROFILES, ROWS, TABLES, Row, TableSpec
 from compvl.paper.columns import ACCURACY
 from compvl.paper.evaluation import results
 from compvl.paper.rows import rows
-from compvl.train import METHODS, TERMS, register_method, register_term
+from compvl.train import METHODS, TERMS, TrainConfig, register_method, register_term, train
 
 SWAP = [column for column in ACCURACY if column.benchmark == "swap"]
 
@@ -106,3 +106,39 @@ def test_a_benchmark_of_ones_own(tmp_path, monkeypatch):
     figures = evaluate(model, benchmark, n_boot=10, progress=False).set_index("metric")
     assert figures.n["accuracy"] == 6
     assert 0 <= figures.value["accuracy"] <= 100
+
+
+class OwnItems:
+    """Sixteen grey pictures with bags of captions, and with pictures of their hard negatives."""
+
+    def __len__(self):
+        return 16
+
+    def describe(self):
+        return dict(data="own items")
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def batch(self, indices):
+        n = len(indices)
+        images = torch.full((n, 3, 48, 48), 99, dtype=torch.uint8)
+        return dict(
+            images=images,
+            caption=["A red cat."] * n,
+            hard_negative=["A blue cat."] * n,
+            hard_positive=[None] * n,
+            id=list(map(str, indices)),
+            bag=[["A cat.", "A pet."]] * n,
+            bag_negative=[["A dog.", None]] * n,
+            counterpart=["A blue cat."] * n,
+            counterpart_images=images // 2,
+        )
+
+
+@pytest.mark.parametrize("method, column", [("dac", "with_mil"), ("triplet-clip", "with_triplet")])
+def test_a_dataset_of_ones_own(method, column, tmp_path):
+    """It may have what no file has: bags of captions, and pictures of hard negatives."""
+    config = TrainConfig(method, data="coco", pretrained=None, steps=2, batch_size=8)
+    run = train(config, data=OwnItems(), runs=tmp_path, progress=False)
+    assert list(run.metrics[column]) == [8, 8]

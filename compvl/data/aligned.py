@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core import CompvlError, iter_jsonl
+from ..text.caption_files import is_table
 
 # %% ../../nbs/lib/data/02_aligned.ipynb #b46795b1
 def text_digest(path) -> str:
@@ -82,8 +83,14 @@ def read_aligned(
     """One list of texts for each of `n` captions, from a JSONL file aligned with them.
 
     Empty where a line is null, `"None"` or blank text. Raises `CompvlError` with file and line
-    where a line is malformed, empty or of another caption, and where the number of lines is not
-    `n` (both numbers)."""
+    where a line is malformed, empty or of another caption, where the number of lines is not `n`
+    (both numbers), and for a table."""
+    if is_table(path):
+        raise CompvlError(
+            f"{path} is a table by its name, and hard texts are read from a file with one JSON "
+            f"value a line (.jsonl), a text or null for each caption of {captions}: write it like "
+            "that, or give the captions as a table with columns hard_negative and hard_positive"
+        )
     lines = []
     for line, value in enumerate(iter_jsonl(path), 1):
         where = f"{path}:{line}"

@@ -26,7 +26,7 @@ from compvl.data.images import (
     ImageStream,
     crop_flip,
 )
-from ..text.caption_files import is_table
+from ..text.caption_files import is_json_lines, is_table
 from ..text.hard_positives import subsample
 
 # %% ../../nbs/lib/data/03_captions.ipynb #634c38b7
@@ -317,16 +317,35 @@ def _is_annotation(annotation) -> bool:
     )
 
 
-def read_coco(captions_json) -> tuple[dict, list[dict]]:
-    """File names of images by id, and annotations, of a file in COCO's captions format.
+def _no_object(captions_json, what: str, options: str = "") -> CompvlError:
+    """The error for JSON that is no object; `options`: of pandas, to read it nevertheless."""
+    return CompvlError(
+        f"{captions_json} {what}, and not a COCO captions file, an object with 'images' and "
+        "'annotations': write a table instead (.csv, with columns image and caption), for example "
+        f"with pandas.read_json('{captions_json}'{options}).to_csv('captions.csv', index=False)"
+    )
 
-    Raises `CompvlError` where something is missing, and for a table."""
+
+def _read_document(captions_json) -> dict:
+    """The JSON object in a captions file. Raises `CompvlError` for other files."""
     if is_table(captions_json):
         raise CompvlError(
             f"{captions_json} is a table, and not a captions file in COCO's format (JSON): use "
             "data='table' with data_options=dict(table=…), or --train-captions of compvl train"
         )
+    if is_json_lines(captions_json):
+        raise _no_object(captions_json, "has a JSON value a line", ", lines=True")
     document = read_json(captions_json)
+    if isinstance(document, list):
+        raise _no_object(captions_json, "is a list")
+    return document
+
+
+def read_coco(captions_json) -> tuple[dict, list[dict]]:
+    """File names of images by id, and annotations, of a file in COCO's captions format.
+
+    Raises `CompvlError` where something is missing, and for a file of another format."""
+    document = _read_document(captions_json)
     try:
         files = {image["id"]: image["file_name"] for image in document["images"]}
         annotations = document["annotations"]

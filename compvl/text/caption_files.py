@@ -19,7 +19,7 @@ from ..core import CompvlError
 from .json_stream import STEP, json_entries
 
 # %% auto #0
-__all__ = ['CAPTION_KEYS', 'CaptionRow', 'is_table', 'Captions']
+__all__ = ['CAPTION_KEYS', 'CaptionRow', 'is_table', 'is_json_lines', 'Captions']
 
 # %% ../../nbs/lib/text/10a_caption_files.ipynb #16c60ea6
 CAPTION_KEYS = ("caption", "title", "sentence", "text")
@@ -55,6 +55,11 @@ def is_table(path) -> bool:
     return _suffix_of(path) in (".csv", ".tsv")
 
 
+def is_json_lines(path) -> bool:
+    """Whether a file has a JSON value a line by its name: .jsonl or .ndjson, or .gz of one."""
+    return _suffix_of(path) in (".jsonl", ".ndjson")
+
+
 def _delimiter_of(path: Path, head: str) -> str:
     """What is between the cells of a table: a tab, a comma, or a semicolon where there is none."""
     header = head.split("\n", 1)[0]
@@ -68,7 +73,7 @@ def _format_of(path: Path, head: str) -> str:
     first = head.lstrip()[:1]
     if is_table(path) and first:
         return "csv"
-    if _suffix_of(path) in (".jsonl", ".ndjson"):
+    if is_json_lines(path):
         return "jsonl"
     if not first:
         raise CompvlError(f"{path} is empty.")

@@ -374,6 +374,9 @@ def train(
     checkpoint/ until the run is finished. A resumed run has bit for bit the numbers of an
     uninterrupted one on the same machine.
 
+    `data` is any object with the methods of `FinetuneSet` that batches need: `__len__`,
+    `set_epoch(epoch)`, `describe()` (plain values that identify it) and `batch(indices)`.
+
     Under `accelerate launch` (on CPUs: `torchrun`), the processes share each batch. The losses are
     those of the whole batch; each process needs memory for its share of the logits. A run may be
     resumed on another number of processes. Only batch normalisation, of ResNets, sees a process's

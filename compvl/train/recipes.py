@@ -258,7 +258,8 @@ def recipe(name: str, **changes) -> TrainConfig:
 
     `name`: one of `RECIPES`. `changes`: other fields of `TrainConfig`, in place of the recipe's;
     `steps` replace its epochs, and epochs its steps. The files of the data (`data_options`) and the
-    precision are open. Raises `CompvlError` for an unknown name."""
+    precision are open. `dac` and `triplet-clip` need texts and images that no file has: see
+    `check_data_has`. Raises `CompvlError` for an unknown name or field."""
     # Here, because it needs torch, which takes seconds to import; the recipes do not.
     from compvl.train.config import TrainConfig
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LONGEST_WAIT', 'SHARDED', 'check_accelerate', 'make_accelerator', 'resize_options', 'check_hard_texts',
-           'check_trainable', 'starts_random', 'check_parts', 'open_parts', 'set_up_clip', 'plain_clip']
+           'check_data_has', 'check_trainable', 'starts_random', 'check_parts', 'open_parts', 'set_up_clip',
+           'plain_clip']
 
 # %% ../../nbs/lib/train/13_setup.ipynb #b396b608
 import os
@@ -152,6 +153,31 @@ def check_hard_texts(config: TrainConfig, data, held_out: bool = False):
         )
 
 
+_FILES = ("pretrain", "coco", "table", "webdataset")  # data without bags and counterparts
+_NEVER_IN_FILES = {  # what terms need -> what it is, the microworld's option, columns of a batch
+    "bags": ("bags of captions", "dense", "text", "bag and bag_negative"),
+    "counterparts": (
+        "counterparts, images of hard negatives",
+        "counterparts",
+        True,
+        "counterpart and counterpart_images",
+    ),
+}
+
+
+def check_data_has(config: TrainConfig):
+    """Raise `CompvlError` where the loss needs what the named data never have, in any file."""
+    for need, (what, option, value, columns) in _NEVER_IN_FILES.items():
+        if need not in needed(config) or config.data not in _FILES:
+            continue
+        raise CompvlError(
+            f"the loss of {config.method} needs {what}, and {config.data} data have none: take "
+            f"the microworld, data='microworld' and data_options=dict({option}={value!r}) (--data "
+            f"microworld --set data_options.{option}={str(value).lower()}), another method, or in "
+            f"Python train(…, data=DATASET), with {columns} in the batches of the dataset"
+        )
+
+
 def check_trainable(model: Model):
     """Raise `CompvlError` where a model lacks what training needs and evaluation does not."""
     if not isinstance(model, Model):
@@ -224,10 +250,12 @@ def open_parts(
     """Model, data and diffusion model (or None) of a config; random numbers start at its seed.
 
     A name may also be one of transformers (`load_dual_encoder`).
-    Errors as of `create_model`, `check_trainable`, `check_parts`, `load_train_data`,
-    `check_hard_texts` and `load_diffusion`, and for a name in `validate_on` that no benchmark
-    has."""
+    Errors as of `check_data_has`, `create_model`, `check_trainable`, `check_parts`,
+    `load_train_data`, `check_hard_texts` and `load_diffusion`, and for a name in `validate_on` that
+    no benchmark has."""
     expand(config.validate_on, micro=True)
+    if data is None:
+        check_data_has(config)
     is_given = model is not None
     seed_everything(config.seed)
     model = _with_normalization(model if is_given else _named_model(config, device))

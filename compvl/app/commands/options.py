@@ -14,7 +14,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from ...core import CompvlError
+from ...core import CompvlError, pick
 
 # %% auto #0
 __all__ = ['DataRoot', 'TableAsJson', 'SummaryAsJson', 'parse_settings', 'writing', 'check_output', 'print_json', 'print_table']
@@ -45,9 +45,9 @@ def parse_settings(pairs: list[str], fields: list[str]) -> dict:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         field, _, entry = key.partition(".")
-        if not equals or field not in fields:
-            known = ", ".join(fields)
-            raise CompvlError(f"--set {pair}: give key=value, with a key among {known}.")
+        pick(field, fields, "key of --set")
+        if not equals:
+            raise CompvlError(f"--set {pair} has no value: give {key}=VALUE.")
         value = _json_or_text(text)
         if entry:
             settings.setdefault(field, {})[entry] = value

@@ -13,7 +13,8 @@ from typing import Annotated, Optional
 import typer
 
 from .options import check_output, parse_settings, print_json
-from ...core import CompvlError, read_json, runs_dir
+from ...core import CompvlError, pick, read_json, runs_dir
+from ...train.recipes import RECIPES
 
 # %% auto #0
 __all__ = ['TRAIN_EXAMPLES', 'train_command']
@@ -21,12 +22,10 @@ __all__ = ['TRAIN_EXAMPLES', 'train_command']
 # %% ../../../nbs/lib/app/commands/05_train.ipynb #a4cee434
 def _check_file(base, path: Path | None, known: list[str]) -> None:
     """Raise `CompvlError` if a configuration file contains anything but known fields."""
-    message = f"{path} must contain an object with keys among {', '.join(known)}"
     if not isinstance(base, dict):
-        raise CompvlError(f"{message}.")
-    unknown = sorted(set(base) - set(known))
-    if unknown:
-        raise CompvlError(f"{message}, not {', '.join(unknown)}.")
+        raise CompvlError(f'{path} must contain an object with fields, such as {{"steps": 400}}.')
+    for name in base:
+        pick(name, known, f"field in {path}")
 
 
 def _data_of(captions: Path | None, data: str | None) -> str | None:
@@ -57,11 +56,33 @@ def _data_options(skip_damaged: bool, **files) -> dict:
     return options
 
 # %% ../../../nbs/lib/app/commands/05_train.ipynb #c0408d8e
+_OPTIONS = {"captions_json": "--train-captions", "table": "--train-captions"}
+_OPTIONS["validation"] = "--validation-…"
+
+
+def _check_data(config, options: dict) -> None:
+    """Raise `CompvlError` for training data without their files, or without what the loss needs.
+
+    `options`: those that were given on the command line, of which other data may be meant."""
+    from compvl.data.loading import check_option
+    from compvl.train.setup import check_data_has
+
+    check_data_has(config.resolved())
+    for name in options:
+        check_option(config.data, name, _OPTIONS.get(name, f"--{name.replace('_', '-')}"))
+    if config.data == "coco" and not {"captions_json", "image_root"} <= config.data_options.keys():
+        raise CompvlError("coco training data needs --train-captions and --image-root.")
+    if config.data == "table" and "table" not in config.data_options:
+        raise CompvlError("table training data needs --train-captions.")
+    if config.data == "webdataset" and "shards" not in config.data_options:
+        raise CompvlError("webdataset training data needs --shards.")
+
+
 def _train_config(recipe: str | None, base: dict, given: dict, options: dict, settings: dict):
     """The `TrainConfig` of a recipe, a file, options, options of the data, and `--set`.
 
     The later ones override the earlier ones. Raises `CompvlError` for a value of the wrong kind,
-    and for training data without its files.
+    and as `_check_data` does.
     """
     from compvl.train.config import TrainConfig
     from compvl.train.recipes import recipe as recipe_config
@@ -76,12 +97,7 @@ def _train_config(recipe: str | None, base: dict, given: dict, options: dict, se
             f"a field of the configuration has a value of the wrong kind ({error}): look at --set "
             "and --config."
         ) from None
-    if config.data == "coco" and not {"captions_json", "image_root"} <= config.data_options.keys():
-        raise CompvlError("coco training data needs --train-captions and --image-root.")
-    if config.data == "table" and "table" not in config.data_options:
-        raise CompvlError("table training data needs --train-captions.")
-    if config.data == "webdataset" and "shards" not in config.data_options:
-        raise CompvlError("webdataset training data needs --shards.")
+    _check_data(config, options)
     return config
 
 # %% ../../../nbs/lib/app/commands/05_train.ipynb #932dbb71
@@ -129,15 +145,19 @@ def train_command(  # noqa: PLR0913  one argument an option
     recipe: Annotated[
         Optional[str],
         typer.Option(
-            help="How a published model was finetuned: hp, negclip, svlc, dac or cae "
-            "(compvl.train.recipes.RECIPES); the other options override it."
+            help=f"How a published model was finetuned: {', '.join(RECIPES)}; the other options "
+            "override it. dac and triplet-clip need bags of captions or images of hard negatives, "
+            "which no file has: take --data microworld with --set data_options.dense=text or "
+            "data_options.counterparts=true, or in Python a dataset of your own."
         ),
     ] = None,
     method: Annotated[
         Optional[str],
         typer.Option(
-            help="clip-ft, negclip, hn, hp, hp+hn, dac, sds-clip, cae, cae+hn: sets the weights of "
-            "the loss terms."
+            help="Sets the weights of the loss terms: clip-ft, negclip, hn, hp, hp+hn, dac, "
+            "sds-clip, cae, cae+hn, hn+hp-image, hn+hp-text, hn+hp-distance, fsc-clip, ce-clip, "
+            "ce-clip-released, cs-clip, triplet-clip, sigmoid, sigmoid+hn, sigmoid+hp+hn. dac and "
+            "triplet-clip: see --recipe."
         ),
     ] = None,
     attribution: Annotated[
