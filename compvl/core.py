@@ -285,10 +285,11 @@ def git_commit() -> str:
     It ends in `+dirty` where tracked files differ.
     """
     try:
-        if Path(_git("rev-parse", "--show-toplevel")).resolve() != _PACKAGE.parent:
+        top, commit = _git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if Path(top).resolve() != _PACKAGE.parent:
             return "unknown"  # installed below somebody else's repository
         changed = _git("status", "--porcelain", "--untracked-files=no")
-        return _git("rev-parse", "HEAD") + ("+dirty" if changed else "")
+        return commit + ("+dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
