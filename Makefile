@@ -7,6 +7,9 @@
 # make clean       build leftovers and caches; runs, reproductions and .venv stay
 # Each sets up what it needs in .venv.
 
+# Images of containers often set it: each of hundreds of processes would then compile what it imports
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON  ?= python3
 PROFILE ?= micro
 OUT     ?= reproduction
