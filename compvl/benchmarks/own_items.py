@@ -13,7 +13,7 @@ from .items import Benchmark, CaptionChoice, Pair, RetrievalItem, Triplet
 from ..core import CompvlError, iter_jsonl, pick, read_json
 from ..data.aligned import present
 from ..data.table import USUAL_COLUMNS, texts_of_cell
-from ..text.caption_files import Captions, is_table
+from ..text.caption_files import Captions, is_json_lines, is_table
 
 # %% auto #0
 __all__ = ['ITEM_COLUMNS', 'OWN_TASKS', 'is_items_file', 'read_items']
@@ -59,8 +59,7 @@ def _table_rows(path) -> Iterator[_Row]:
 
 def _json_rows(path) -> Iterator[_Row]:
     """The objects in a JSON file: a list or object of them, or one a line."""
-    is_lines = Path(path).suffix.lower() == ".jsonl"
-    entries = list(iter_jsonl(path)) if is_lines else read_json(path)
+    entries = list(iter_jsonl(path)) if is_json_lines(path) else read_json(path)
     if isinstance(entries, list):
         entries = dict(enumerate(entries, 1))
     if not isinstance(entries, dict):

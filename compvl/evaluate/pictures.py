@@ -168,6 +168,7 @@ class ImageLoader:
 
     def __init__(self, model, pixels: str | Path | bool | None = None):
         self.model = model
+        self.can_normalize = model.can_normalize  # kept: a wrapped model tries it on a picture
         self.folder = None
         if pixels:
             self.resize, self.normalize = _split_preprocess(model.preprocess)
@@ -207,7 +208,7 @@ class ImageLoader:
         """Scenes as the model's input, drawn at its size; at 224 pixels where that is unknown.
 
         float32 [B, 3, H, W] on its device."""
-        if self.model.can_normalize:
+        if self.can_normalize:
             return self.model.normalize(rendered_scenes(keys, scenes, self.model.image_size))
         size = self.model.image_size or 224
         pictures = scene_pictures(keys, scenes, size)

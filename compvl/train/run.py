@@ -20,9 +20,10 @@ from open_clip.tokenizer import HFTokenizer, SigLipTokenizer, SimpleTokenizer
 
 from ..core import CompvlError, atomic_write, config_hash, read_json, torch_device
 from ..models.clip import Model, create_model
-from ..models.dual_encoders import PREFIX, load_dual_encoder
+from ..models.dual_encoders import PREFIX
 from ..models.weights import load_weights
 from ..models.wrap import WrappedModel
+from ..models.zoo import open_model
 from .terms import needed, term_versions
 
 # %% ../../nbs/lib/train/08_run.ipynb #a09fb9df
@@ -239,7 +240,7 @@ def load_run(
         )
     name = read_json(folder / "config.json")["model"]
     if model is None and name.startswith(PREFIX):
-        model = load_dual_encoder(name, device)
+        return Run(folder, open_model(name, folder, device=device))
     if model is None:
         try:
             return Run(folder, create_model(name, folder, device))

@@ -56,8 +56,11 @@ def _data_options(skip_damaged: bool, **files) -> dict:
     return options
 
 # %% ../../../nbs/lib/app/commands/05_train.ipynb #c0408d8e
-_OPTIONS = {"captions_json": "--train-captions", "table": "--train-captions"}
-_OPTIONS["validation"] = "--validation-…"
+_OPTIONS = {  # option of the data -> option of the command, where it has another name
+    "captions_json": "--train-captions",
+    "table": "--train-captions",
+    "validation": "--validation-…",
+}
 
 
 def _check_data(config, options: dict) -> None:
