@@ -15,8 +15,8 @@ from ..train.recipes import RECIPES
 # %% ../../nbs/lib/paper/01_profiles.ipynb #9c846341
 # The keys of a profile in the JSON file beside its results, in order.
 _RECORD = """name model pretrained data root n_train steps epochs batch_size lr warmup weight_decay
-precision n_items n_verbs n_retrieval n_classification n_kind n_boot seeds main_seeds n_pretrain
-pretrain_steps base_seeds w_attr recipes""".split()
+precision n_items n_verbs n_retrieval n_classification n_kind n_boot seeds main_seeds control_seeds
+n_pretrain pretrain_steps base_seeds w_attr recipes""".split()
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Profile:
     n_boot: int = 1000  # resamples of the bootstrap intervals
     seeds: tuple[int, ...] = (0,)  # seeds of the training runs
     main_seeds: tuple[int, ...] = ()  # those of the papers' own methods, if more (`seeds_of`)
+    control_seeds: tuple[int, ...] = ()  # those of captions alone, if more again
     n_pretrain: int | None = 100_000  # pairs that the base sees; None: no base of ours
     pretrain_steps: int | None = 3000  # steps of its pretraining; None: no base of ours
     base_seeds: tuple[int, ...] = (0,)  # seeds of pretraining, where bases are compared
@@ -116,7 +117,12 @@ class Profile:
     def _seeds(self) -> str:
         if len(self.seeds) == 1:
             return "one seed"
-        more = f" ({len(self.main_seeds)} of the papers' own methods)" if self.main_seeds else ""
+        more = ""
+        if self.main_seeds:
+            more = f" ({len(self.main_seeds)} of the papers' own methods"
+            if self.control_seeds:
+                more += f", {len(self.control_seeds)} of captions alone"
+            more += ")"
         return f"{len(self.seeds)} seeds{more}"
 
     def _items(self) -> str:
@@ -188,9 +194,10 @@ _MICRO_FULL_PROFILE = Profile(
     n_items=5000,
     n_classification=5000,
     n_kind=2500,
-    n_boot=2000,
+    n_boot=10_000,
     seeds=(0, 1, 2),
     main_seeds=(0, 1, 2, 3, 4),
+    control_seeds=(0, 1, 2, 3, 4, 5, 6, 7),
     base_seeds=(0, 1, 2),
     w_attr=_W_ATTR,
 )

@@ -107,7 +107,8 @@ def _is_trained_here(row: Row, profile: Profile) -> bool:
     return row.source == "trained" and not _is_released(row, profile)
 
 
-_MAIN = ("clip-coco", "hn", "hp+hn", "swap-only", "replace-only")  # HP's own, and their control
+_CONTROL = "clip-coco"  # captions alone: what every other row is compared with
+_MAIN = ("hn", "hp+hn", "swap-only", "replace-only")  # HP's own
 _MAIN += ("cae-attention", "cae-gradcam", "cae-perturbation", "cae-gradient")
 
 
@@ -122,7 +123,9 @@ def seeds_of(row: Row, profile: Profile) -> tuple[int, ...]:
         return (0,) if profile.root else profile.base_seeds
     if not _is_trained_here(row, profile):
         return (0,)
-    if row.key in _MAIN and profile.main_seeds:
+    if row.key == _CONTROL and profile.control_seeds:
+        return profile.control_seeds
+    if row.key in (_CONTROL, *_MAIN) and profile.main_seeds:
         return profile.main_seeds
     return profile.seeds
 
