@@ -294,6 +294,21 @@ def _draws(n: int, n_boot: int, seed: int) -> np.ndarray:
     return draws
 
 # %% ../nbs/lib/02_stats.ipynb #e7fc8d7d
+def _weighted_sums(draws: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """`draws` [n_boot, n] @ `values` [n, k]: float64 [n_boot, k].
+
+    A product converts all draws to float64 at once, 800 MB for 10,000 resamples of 10,000 items.
+    Block by block, the converted draws stay in the processor's cache."""
+    n_boot, n = draws.shape
+    sums = np.empty((n_boot, values.shape[1]))
+    start = 0
+    for size in _chunks(n_boot, n, most=2**17):
+        block = slice(start, start + size)
+        sums[block] = draws[block] @ values
+        start += size
+    return sums
+
+
 def _seed_weights(n_seeds: int, n_boot: int, rng: np.random.Generator) -> np.ndarray:
     """Weights of seeds in resampled means, float64 [n_boot, n_seeds]; each row adds up to 1.
 
@@ -361,7 +376,8 @@ def seed_bootstrap(
                 "or one."
             )
         of_seeds += weight * part.mean(1)
-        boot += weight * (_draws(part.shape[1], n_boot, seed + k) @ part.T / part.shape[1])
+        n = part.shape[1]
+        boot += weight * _weighted_sums(_draws(n, n_boot, seed + k), part.T) / n
     return resampled_seeds(of_seeds, boot, seed)
 
 # %% ../nbs/lib/02_stats.ipynb #63fcf150

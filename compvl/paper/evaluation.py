@@ -8,8 +8,9 @@ __all__ = ['results', 'row_models', 'seed_models', 'seed_tables', 'learning_curv
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #07cfa59f
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -114,6 +115,19 @@ def _write_csv(table: pd.DataFrame, out: Path, name: str):
         table.to_csv(tmp, index=False)
 
 # %% ../../nbs/lib/paper/10d_evaluation.ipynb #03116d50
+_N_BOOT_OF_A_SEED = 1000  # resamples for the intervals of one of several seeds
+
+
+def _evaluated_as(profile: Profile, n_seeds: int) -> Profile:
+    """The profile that each seed of a row is evaluated with.
+
+    Intervals of one of several seeds are computed from fewer resamples: the summary has intervals
+    over items and seeds in their place (`Results.summary`)."""
+    if n_seeds == 1:
+        return profile
+    return replace(profile, n_boot=min(profile.n_boot, _N_BOOT_OF_A_SEED))
+
+
 def _evaluate_rows(
     res: Results,
     todo: list[tuple[Row, int]],  # rows and seeds
@@ -126,6 +140,7 @@ def _evaluate_rows(
     profile = res.profile
     runs = _runs_folder(out)
     ahead = train_ahead(todo, profile, runs, bar, name)
+    n_seeds = Counter(row.key for row, _ in todo)
     tables = {}  # number in `todo` -> table
     waiting = deque(range(len(todo)))
     postponed = set()
@@ -146,8 +161,9 @@ def _evaluate_rows(
         try:
             if ahead.get(at):
                 raise CompvlError(ahead[at])
+            evaluated_as = _evaluated_as(profile, n_seeds[row.key])
             table, scores = _evaluate_row(
-                row, seed, profile, res.benchmarks, out, lambda _: bar.update()
+                row, seed, evaluated_as, res.benchmarks, out, lambda _: bar.update()
             )
         except Exception as error:
             _note_error(res, row, error)
