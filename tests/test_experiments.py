@@ -9,19 +9,27 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from compvl.benchmarks.loading import load_benchmark
 from compvl.core import CompvlError, notebooks_dir
 from compvl.models import zoo
 from compvl.models.clip import create_model
 from compvl.paper import runs, training
+from compvl.paper.advice import recommend
+from compvl.paper.columns import ACCURACY
+from compvl.paper.comparisons import carried
 from compvl.paper.evaluation import results
+from compvl.paper.lengths import gains_by_length
 from compvl.paper.loading import TRIPLET_BENCHMARKS
 from compvl.paper.profiles import PROFILES, get_profile
+from compvl.paper.results import Results
+from compvl.paper.returns import diminishing
 from compvl.paper.rows import ROWS, rows
 from compvl.paper.table_rows import HP_TABLE1, HP_TABLE8, rows_in
 from compvl.paper.table_specs import ORACLE, TABLES
@@ -475,3 +483,69 @@ def test_papermill_runs_a_notebook_by_its_own_command(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     check_without_files(notebook, table, contains, tmp_path)
+
+
+SEEDS_OF_ROWS = {"clip": 1, "clip-coco": 8, "tcl-1": 3, "tcl-2": 2, "hn": 5}
+
+
+@pytest.fixture(scope="module")
+def other_numbers_of_seeds():
+    """Made-up results on SWAP of rows with other numbers of seeds."""
+    swap = load_benchmark("swap", n=200)
+    rng = np.random.default_rng(0)
+
+    def scores():
+        n = len(swap.items)
+        return pd.DataFrame(
+            dict(
+                id=[item.id for item in swap.items],
+                group="",
+                s_c=rng.random(n),
+                s_n=rng.random(n),
+                s_p=rng.random(n),
+            )
+        )
+
+    by_row = {}
+    for key, n_seeds in SEEDS_OF_ROWS.items():
+        by_row[key] = {seed: {"swap": scores()} for seed in range(n_seeds)}
+    profile = dataclasses.replace(PROFILES["micro-full"], n_boot=50)
+    return Results(profile, rows(*SEEDS_OF_ROWS), [swap], pd.DataFrame(), by_row)
+
+
+ON_SWAP = ("swap", "all", "orig_acc")
+
+
+def of_shared_seeds(res, after: str, before: str):
+    """The difference in accuracy over the seeds that two rows share."""
+    shared = sorted(set(res.scores[after]) & set(res.scores[before]))
+
+    def mean(key):
+        seeds = shared if len(res.scores[key]) > 1 else [0]
+        outcomes = [res.outcome(key, seed, "swap")["orig_acc"].mean() for seed in seeds]
+        return 100 * np.mean(outcomes)
+
+    return mean(after) - mean(before)
+
+
+def test_rows_are_compared_by_the_seeds_that_they_share(other_numbers_of_seeds):
+    res = other_numbers_of_seeds
+    expected = of_shared_seeds(res, "hn", "clip-coco")
+    gain = carried(res, res, ("clip-coco", "hn"), ON_SWAP)
+    assert np.isclose(gain["known"], expected)
+    assert np.isclose(gain["diff"], 0)
+
+    tokenizer = create_model("micro-clip", device="cpu").tokenizer
+    gains = gains_by_length(res, [("clip-coco", "hn")], tokenizer).set_index("length")
+    assert np.isclose(gains.loc["same", "diff"].iloc[0], expected)
+
+    path = ["clip-coco", "tcl-1", "tcl-2"]
+    column = next(column for column in ACCURACY if column.figure == ON_SWAP)
+    returns = diminishing(res, path, [column]).iloc[0]
+    sharing = res.sharing_seeds(path)
+    first = sharing.difference(("clip-coco", *ON_SWAP), ("tcl-1", *ON_SWAP))["diff"]
+    assert np.isclose(returns.a, first)
+    assert not np.isclose(returns.a, of_shared_seeds(res, "tcl-1", "clip-coco"))  # of two seeds
+
+    chosen = recommend(res, SEEDS_OF_ROWS, {"accuracy": ON_SWAP}).iloc[0]
+    assert chosen.verdict in ("ahead", "behind", "undecided")

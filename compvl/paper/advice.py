@@ -20,31 +20,35 @@ class _Candidates:
     """Rows that have a figure, the best first by every other item."""
 
     def __init__(self, res: Results, keys: Iterable[str], figure: tuple, sign: int):
+        self.res = res
+        self.figure = figure
         self.sign = sign
         self.n_boot = max(1000, res.profile.n_boot)
-        self.found = {}
+        means = {}
         for key in dict.fromkeys(keys):
             try:
-                self.found[key] = res.weighted(key, *figure)
+                means[key] = self.mean(key, 0)
             except KeyError:
                 continue
-        self.order = sorted(self.found, key=lambda key: -sign * self.mean(key, 0))
+        self.order = sorted(means, key=lambda key: -sign * means[key])
 
-    def half(self, key: str, first: int) -> list:
-        """Outcomes on every other item, from the item `first`."""
-        return [part[:, first::2] for part in self.found[key][0]]
+    def half(self, res: Results, key: str, first: int) -> tuple[list, list[float]]:
+        """Outcomes on every other item, from the item `first`, and the weights of the parts."""
+        parts, weights = res.weighted(key, *self.figure)
+        return [part[:, first::2] for part in parts], weights
 
     def mean(self, key: str, first: int) -> float:
         """The figure on every other item."""
-        _, weights = self.found[key]
-        parts = self.half(key, first)
+        parts, weights = self.half(self.res, key, first)
         return sum(weight * part.mean() for part, weight in zip(parts, weights, strict=True))
 
     def ahead(self, best: str, other: str) -> tuple[float, float, float]:
         """How much better `best` is on the items that did not choose, with its interval."""
-        pairs = zip(self.half(other, 1), self.half(best, 1), strict=True)
-        parts = [self.sign * (b - a) for a, b in pairs]
-        diff, boot = seed_bootstrap(parts, self.found[best][1], self.n_boot)
+        sharing = self.res.sharing_seeds([best, other])
+        of_best, weights = self.half(sharing, best, 1)
+        of_other, _ = self.half(sharing, other, 1)
+        parts = [self.sign * (b - a) for a, b in zip(of_other, of_best, strict=True)]
+        diff, boot = seed_bootstrap(parts, weights, self.n_boot)
         lo, hi, _ = resampled_difference(boot)
         return diff, lo, hi
 

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from ..attribution.drawing import HUES
 from ..attribution.tokens import ATTRIBUTIONS
 from ..core import CompvlError, pick
-from .estimates import Figure, ratio
+from .estimates import Figure, ratio, shared_seeds
 from .kinds import CONCEPT_KINDS
 from .panels import look_of_label, name_models, panels
 from .published import published
@@ -41,16 +41,21 @@ def _offsets(n: int, width: float = 0.8) -> np.ndarray:
     return (np.arange(n) - (n - 1) / 2) * width / n
 
 # %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #f9255fcb
-def _seeds_by_items(table: pd.DataFrame, column: str) -> np.ndarray:
-    """A column of one method's rows, float [seeds, items]; NaN where it has none."""
+def _by_seed(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """A column of one method's rows: a row for each seed, a column for each item."""
     if "seed" not in table:
         table = table.assign(seed=0)
-    return table.pivot(index="seed", columns="item", values=column).to_numpy(dtype=float)
+    return table.pivot(index="seed", columns="item", values=column)
 
 
-def _gaps_by_seed(table: pd.DataFrame, kind: str) -> np.ndarray:
-    """Attribution of objects minus that of another kind in one method, float [seeds, items]."""
-    return _seeds_by_items(table, "object") - _seeds_by_items(table, kind)
+def _seeds_by_items(table: pd.DataFrame, column: str) -> np.ndarray:
+    """A column of one method's rows, float [seeds, items]; NaN where it has none."""
+    return _by_seed(table, column).to_numpy(dtype=float)
+
+
+def _gaps_by_seed(table: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Attribution of objects minus that of another kind in one method, as `_by_seed`."""
+    return _by_seed(table, "object") - _by_seed(table, kind)
 
 
 def _mean_of_counted(values: np.ndarray, n_boot: int = 1000) -> Figure:
@@ -272,7 +277,7 @@ def gap_changes(
     A row for each other model, method and kind: `model`, `attribution`, `kind`, `difference`, `lo`,
     `hi` (95 % interval, paired by caption and by training seed), `n` captions, and `closed`: the
     share of the gap of `start` that is gone, in percent. Tables of several training seeds have a
-    column `seed`; a model with one stands beside any number."""
+    column `seed`: those that both models have count, and a model with one stands beside any."""
     rows = []
     for label, table in tables.items():
         if label == start:
@@ -281,8 +286,10 @@ def gap_changes(
             before = tables[start]
             before = before[before.method == method]
             for kind in ("relation", "attribute"):
-                gap_before = _gaps_by_seed(before, kind)
-                change = _gaps_by_seed(of_method, kind) - gap_before
+                gap_after, gap_before = shared_seeds(
+                    _gaps_by_seed(of_method, kind), _gaps_by_seed(before, kind)
+                )
+                change = gap_after - gap_before
                 has_both = ~np.isnan(change).any(0)
                 if not has_both.any():
                     continue

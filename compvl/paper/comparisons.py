@@ -61,6 +61,9 @@ def carried(
     not there.
     """
     first, second = pair
+    keys = [key for key in pair if key]
+    known = known.sharing_seeds(keys)
+    new = new.sharing_seeds(keys)
     found = {}
     gains = []
     for name, res in dict(known=known, new=new).items():

@@ -51,6 +51,10 @@ class _Gains:
         self.rows = (before, after)
         self.n_boot = max(1000, res.profile.n_boot)
         self.parts = {}  # (benchmark, length) -> outcomes before and after, percent [seeds, items]
+        try:
+            res = res.sharing_seeds(self.rows)
+        except KeyError:  # a row is not there
+            return
         for benchmark in res.benchmarks:
             name = benchmark.name
             if benchmark.task not in _METRICS:

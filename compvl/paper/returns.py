@@ -43,7 +43,8 @@ def diminishing(res: Results, keys: Sequence[str], columns: Iterable[Column]) ->
         names = [short(ROWS[key].label) for key in three]
         for column in columns:
             try:
-                found = [res.weighted(key, *column.figure) for key in three]
+                sharing = res.sharing_seeds(three)
+                found = [sharing.weighted(key, *column.figure) for key in three]
             except KeyError:
                 continue
             sign = -1 if column.metric == "brittleness" else 1

@@ -15,7 +15,7 @@ import pandas as pd
 from ..benchmarks.items import Benchmark, Pair, Triplet
 from ..core import CompvlError
 from ..evaluate.scorers import scorer_of
-from .estimates import figure
+from .estimates import figure, shared_seeds
 from .panels import by_title, look_of_label, panels
 from ..plotting import style
 from ..text.parser import parse_many
@@ -120,10 +120,10 @@ def _mean_change(change: np.ndarray, n_boot: int) -> tuple[float, float, float, 
 
 
 def _phrase_change(table: pd.DataFrame, before: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """What `_by_caption` gives, minus what it gives before; before, one seed stands for any."""
-    after = _by_caption(table, kind)
-    start = _by_caption(before, kind).reindex(columns=after.columns)
-    return pd.DataFrame(after.to_numpy() - start.to_numpy(), columns=after.columns)
+    """What `_by_caption` gives, minus what it gives before, of the seeds that both have."""
+    of_table = _by_caption(table, kind)
+    after, start = shared_seeds(of_table, _by_caption(before, kind))
+    return pd.DataFrame(after - start, columns=of_table.columns)
 
 
 def phrase_changes(
@@ -136,8 +136,9 @@ def phrase_changes(
     A row for each other model and kind: `model`, `than`, `text`, `difference`, `lo`, `hi` (95 %
     interval, paired by caption and by training seed) and `n` captions. The text `EMPHASIS` is by
     how much more the similarity to composition phrases changed than that to object phrases, over
-    captions that have both. Tables of several training seeds have a column `seed`; a model with one
-    stands beside any number."""
+    captions that have both. Tables of several training seeds have a column `seed`: those that both
+    models have count, and a model with one stands beside any. Raises CompvlError where several
+    seeds of both models have none in common."""
     rows = []
     for label, table in tables.items():
         if label == than:
