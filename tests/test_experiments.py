@@ -20,7 +20,7 @@ from compvl.benchmarks.loading import load_benchmark
 from compvl.core import CompvlError, notebooks_dir
 from compvl.models import zoo
 from compvl.models.clip import create_model
-from compvl.paper import runs, training
+from compvl.paper import evaluation, runs, training
 from compvl.paper.advice import recommend
 from compvl.paper.columns import ACCURACY
 from compvl.paper.comparisons import carried
@@ -380,6 +380,22 @@ def test_a_run_that_fails_beside_others_is_not_made_again(tmp_path, monkeypatch)
     assert "nowhere" in res.problems["bad"]
     assert set(res.table.method) == {"clip-coco"}
     assert trained_here == [{}]
+
+
+def test_a_row_that_fails_in_a_later_seed_leaves_the_table_on_disk(tiny, tmp_path, monkeypatch):
+    evaluate_row = evaluation._evaluate_row
+
+    def failing(row, seed, *arguments):
+        if row.key == "hn" and seed == 1:
+            raise CompvlError("made up")
+        return evaluate_row(row, seed, *arguments)
+
+    monkeypatch.setattr(evaluation, "_evaluate_row", failing)
+    profile = dataclasses.replace(tiny, seeds=(0, 1))
+    res = evaluate(rows("clip", "hn"), tmp_path, profile, "r", ["swap"])
+    assert res.problems == {"hn": "made up"}
+    written = pd.read_csv(tmp_path / "results/r.csv")
+    assert set(written.method) == set(res.table.method) == {"clip"}
 
 
 def test_a_failing_benchmark_file_says_what_is_needed(tiny, tmp_path):

@@ -172,6 +172,16 @@ def _difference_cell(row) -> Html:
     return Html(f"<b>{cell}</b>" if row.lo > 0 or row.hi < 0 else cell)
 
 
+def _table_of_benchmarks(cells: Mapping[tuple, dict]) -> str:
+    """A table of {(benchmark, title of the row): {column: cell}}; '' if there is none."""
+    if not cells:
+        return ""
+    frame = pd.DataFrame(list(cells.values()), dtype=object)
+    frame.index = pd.MultiIndex.from_tuples(list(cells), names=["", "benchmark"])
+    frame.columns = pd.MultiIndex.from_tuples(list(frame))
+    return html_table(frame)
+
+
 def differences_table(differences: pd.DataFrame) -> str:
     """Paired differences of models from the first one (`compare_models`), of whole benchmarks."""
     hidden = differences.metric.isin(("mean_c", "mean_n", "mean_p"))
@@ -179,16 +189,12 @@ def differences_table(differences: pd.DataFrame) -> str:
     cells = {}
     for row in shown.itertuples():
         title = _row_title(row.group, row.metric)
-        cells.setdefault((row.benchmark, title), {})["", breakable(row.model)] = _difference_cell(
-            row
-        )
-    frame = pd.DataFrame(list(cells.values()), dtype=object)
-    frame.index = pd.MultiIndex.from_tuples(list(cells), names=["", "benchmark"])
-    frame.columns = pd.MultiIndex.from_tuples(list(frame))
-    return html_table(frame)
+        columns = cells.setdefault((row.benchmark, title), {})
+        columns["", breakable(row.model)] = _difference_cell(row)
+    return _table_of_benchmarks(cells)
 
 # %% ../../nbs/lib/app/06c_card_tables.ipynb #f09d6790
-_HEADLINES = ("orig_acc", "aug_acc", "brittleness", "accuracy", "group")
+_HEADLINES = ("orig_acc", "aug_acc", "brittleness", "accuracy", "group", "spearman")
 
 
 def _is_retrieval(differences: pd.DataFrame) -> pd.Series:
@@ -210,7 +216,8 @@ def _headlines(differences: pd.DataFrame) -> pd.DataFrame:
 def changes_table(bases: Mapping[str, Evaluated], evaluations: Sequence[Evaluated]) -> str:
     """Paired differences of models from their bases, in composition and in retrieval.
 
-    `bases`: {title: evaluation of the base} of the models that have one, on the same benchmarks."""
+    `bases`: {title: evaluation of the base} of the models that have one, on the same benchmarks.
+    '' where nothing that was evaluated is a headline figure."""
     cells = {}
     for evaluation in evaluations:
         if evaluation.title not in bases:
@@ -223,10 +230,7 @@ def changes_table(bases: Mapping[str, Evaluated], evaluations: Sequence[Evaluate
             value = f"{format_cell(row.a)} → {format_cell(row.b)}"
             name = breakable(evaluation.title)
             columns["", name] = Html(f"{value}<br>{_difference_cell(row)}")
-    frame = pd.DataFrame(list(cells.values()), dtype=object)
-    frame.index = pd.MultiIndex.from_tuples(list(cells), names=["", "benchmark"])
-    frame.columns = pd.MultiIndex.from_tuples(list(frame))
-    return html_table(frame)
+    return _table_of_benchmarks(cells)
 
 # %% ../../nbs/lib/app/06c_card_tables.ipynb #4e1ee92a
 def retrieval_table(evaluations: Sequence[Evaluated]) -> str:

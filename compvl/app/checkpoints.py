@@ -149,7 +149,8 @@ def base_of(checkpoint: Checkpoint) -> Checkpoint | None:
     None where neither knows it, and for a run from random weights."""
     path = Path(checkpoint.weights or "")
     folder = path if path.is_dir() else path.parent
-    config = _config_of_run(folder) if checkpoint.weights else None
+    is_there = bool(checkpoint.weights) and path.exists()  # and not the tag of a release
+    config = _config_of_run(folder) if is_there else None
     if not config:
         return _zoo_base(checkpoint.name)
     base = Checkpoint(config["model"], config.get("pretrained"))

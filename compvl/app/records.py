@@ -30,7 +30,7 @@ def _code_files() -> list[Path]:
     """Modules that a result depends on: all but those that run notebooks and print reports."""
     package = Path(find_spec("compvl").origin).parent
     modules = sorted(package.rglob("*.py"))
-    unrelated = set((package / "app").glob("*.py")) | set((package / "app/commands").glob("*.py"))
+    unrelated = set((package / "app").rglob("*.py"))
     return [path for path in modules if path not in unrelated and path.stem != "_modidx"]
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,25 @@ def _start(run: _Reproduction, waiting: list, running: dict[NotebookProcess, dic
             running[process] = identity
 
 # %% ../../nbs/lib/app/11_reproduction.ipynb #93b7e3e5
+@contextmanager
+def _interrupted_in_the_end(processes: Mapping[NotebookProcess, object]) -> Iterator[None]:
+    """End the notebooks that still run at the end of the block, and wait for them."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.interrupt()
+        for process in processes:
+            process.process.wait()
+
+
 def _run_side_by_side(run: _Reproduction) -> None:
-    """Run several notebooks at a time. An interrupt ends those that run, and starts no other."""
+    """Run several notebooks at a time. An interrupt ends those that run, and starts no other.
+
+    So does an error here, as of a full disk."""
     waiting = _start_order(run)
     running = {}  # what identifies the execution of each process
-    with collect_interrupts() as interrupts:
+    with collect_interrupts() as interrupts, _interrupted_in_the_end(running):
         while waiting or running:
             _start(run, waiting, running)
             for process in list(running):

@@ -116,14 +116,14 @@ def _relation_foils(relation: Mapping, entry: Mapping) -> dict[str, str]:
     foils = dict(swap=f"{of} {predicate} {subject}") | _predicate_foils(relation)
     subjects = _variants_of(subject, entry)
     objects = _variants_of(of, entry)
-    variants = {
-        "object": (_variant(objects, "object_change"), f"{subject} {predicate} {{}}"),
-        "subject": (_variant(subjects, "object_change"), f"{{}} {predicate} {of}"),
-        "attribute": (_variant(objects, "attribute_change"), f"{subject} {predicate} {{}}"),
+    changed = {
+        "object": (subject, predicate, _variant(objects, "object_change")),
+        "subject": (_variant(subjects, "object_change"), predicate, of),
+        "attribute": (subject, predicate, _variant(objects, "attribute_change")),
     }
-    for kind, (variant, form) in variants.items():
-        if variant:
-            foils[kind] = form.format(variant)
+    for kind, words in changed.items():
+        if all(words):
+            foils[kind] = " ".join(words)
     return foils
 
 

@@ -260,6 +260,8 @@ def load_benchmark(
     pick(fidelity, FIDELITIES, "fidelity")
     if n is not None and n < 1:
         raise CompvlError(f"n={n}: a benchmark needs at least one item.")
+    if seed < 0:
+        raise CompvlError(f"seed={seed}: give a seed of 0 or more.")
     folder = None if root is None else Path(root).expanduser()
     if is_items_file(name):
         return _of_file(Request(str(name), folder, n=n, seed=seed, source=source), split)

@@ -129,9 +129,10 @@ def register(name: str, task: str, **about) -> Callable[[Loader], Loader]:
             raise CompvlError(
                 f"A benchmark named {name!r} is already registered: choose another name."
             )
-        micro = entry.micro if entry else None
-        about.setdefault("doc", _description(loader))
-        REGISTRY[name] = Entry(name, task, files=loader, micro=micro, **about)
+        fields = {"doc": _description(loader)} | about
+        if entry and entry.micro:
+            fields |= {"micro": entry.micro, "parts": entry.parts}
+        REGISTRY[name] = Entry(name, task, files=loader, **fields)
         return loader
 
     return add

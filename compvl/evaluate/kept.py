@@ -7,6 +7,7 @@ __all__ = ['identity', 'Kept']
 
 # %% ../../nbs/lib/evaluate/09_kept.ipynb #67d8742d
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +59,11 @@ def _stored_dtype(column: pd.Series) -> str:
     return str(column.dtype) if column.dtype.kind in "fiub" else "str"
 
 
+def _empty_is_nan(dtypes: Mapping[str, str]) -> dict[str, list[str]]:
+    """`na_values` of pandas.read_csv: an empty cell is NaN in a column of floats alone."""
+    return {name: [""] for name, dtype in dtypes.items() if dtype.startswith("float")}
+
+
 class Kept:
     """Scores of benchmarks in a folder, with one table for each model and benchmark."""
 
@@ -73,7 +79,12 @@ class Kept:
         try:
             about = read_json(self.folder / f"{key}.json")
             path = self.folder / f"{key}.csv.gz"
-            table = read_csv(path, dtype=about["dtypes"], keep_default_na=False)
+            table = read_csv(
+                path,
+                dtype=about["dtypes"],
+                keep_default_na=False,
+                na_values=_empty_is_nan(about["dtypes"]),
+            )
         except (CompvlError, OSError, EOFError, ValueError):
             return None
         table.attrs |= about["attrs"]

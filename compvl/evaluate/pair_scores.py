@@ -30,6 +30,9 @@ from ..metrics import retrieval_ranks_of_scores
 from ..microworld.scenes import Scene
 
 # %% ../../nbs/lib/evaluate/05_pair_scores.ipynb #31de53fe
+_PAIRS_AT_A_TIME = 1_000_000  # of all images with all captions, as tuples in memory
+
+
 class _Pair(NamedTuple):
     key: bytes  # of the image's pixels and the caption
     image: Any
@@ -188,10 +191,16 @@ class CrossEmbedder:
                 yield next(drawn if isinstance(image, Scene) else decoded)
 
     def _matrix(self, images: Sequence, captions: Sequence[str], desc: str) -> Tensor:
-        """Scores [images, captions] of every image with every caption."""
-        repeated = list(chain.from_iterable(repeat(image, len(captions)) for image in images))
-        (scores,) = self.pairs(repeated, list(captions) * len(images), desc=desc)
-        return torch.from_numpy(scores).view(len(images), len(captions))
+        """Scores [images, captions] of every image with every caption.
+
+        They are computed for some images at a time: a list of all pairs of COCO is 43 GB."""
+        n_images = max(1, _PAIRS_AT_A_TIME // max(1, len(captions)))
+        blocks = [torch.empty(0, len(captions))]
+        for some in batched(images, n_images):
+            repeated = list(chain.from_iterable(repeat(image, len(captions)) for image in some))
+            (scores,) = self.pairs(repeated, list(captions) * len(some), desc=desc)
+            blocks.append(torch.from_numpy(scores).view(len(some), len(captions)))
+        return torch.cat(blocks)
 
     def ranks(
         self, images: Sequence, captions: Sequence[str], owner: Sequence[int], desc: str = ""

@@ -59,5 +59,5 @@ def open_scorer(
         return _open_micro(name.lower(), weights, device)
     entry = ZOO.get(name.lower())
     if entry and entry.pairwise:
-        return load_cross_encoder(str(pretrained) if pretrained else name, device, root)
+        return load_cross_encoder(str(weights) if weights else name, device, root)
     return open_model(name, pretrained, root, device, activation)

@@ -189,7 +189,7 @@ def _finish(res: Results, out: Path, name: str):
     derived = derived_figures(res)
     if len(derived):
         res.table = pd.concat([res.table, derived], ignore_index=True)
-        _write_csv(res.table, out, name)
+    _write_csv(res.table, out, name)
     for average, columns in res.joined.items():
         missing = [column.benchmark for column in columns if column.benchmark in res.missing]
         if missing:

@@ -26,6 +26,7 @@ from compvl.attribution.replacements import (
 from ..attribution.tokens import ATTRIBUTIONS, text_attribution
 from ..core import CompvlError, pick
 from ..evaluate.embed import Embedder, inference
+from ..evaluate.pictures import pixels_key
 from ..images import StoredImage
 from ..text.lexicon import Words
 from ..text.parser import parse_many
@@ -35,13 +36,15 @@ from ..text.tokens import token_masks, tokenize_with_spans
 CONCEPT_KINDS = ("object", "relation", "attribute", "composition")
 
 
+def _stored_one(image):
+    if not isinstance(image, Image.Image):
+        return image
+    return StoredImage(pixels_key(image).hex(), 0, lambda _: image)
+
+
 def _stored(images: Sequence) -> list:
     """PIL images as stored ones, which an `Embedder` identifies by content; others as they are."""
-    found = []
-    for i, image in enumerate(images):
-        is_picture = isinstance(image, Image.Image)
-        found.append(StoredImage("given", i, images.__getitem__) if is_picture else image)
-    return found
+    return [_stored_one(image) for image in images]
 
 
 def _kind_masks(captions: Sequence[str], tokenizer) -> tuple[list, dict[str, Tensor]]:

@@ -174,7 +174,9 @@ def draw_regime(validations: Mapping[int, pd.DataFrame]):
         for ax, requirement in zip(axes.flat, REGIME, strict=True):
             ax.axhspan(requirement.at_least, requirement.at_most, color="#e8f1e8", lw=0)
             ax.axhline(requirement.clip, color="#888888", lw=1, ls="--")
-            for (seed, found), color in zip(validations.items(), _SEED_COLORS, strict=False):
+            for (seed, found), color in zip(
+                validations.items(), itertools.cycle(_SEED_COLORS), strict=False
+            ):
                 figures = found.set_index(["benchmark", "group", "metric"])
                 curve = figures.loc[[requirement.at]].set_index("step").value
                 ax.plot(curve, color=color, marker=".", label=f"seed {seed}")

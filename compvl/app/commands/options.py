@@ -39,9 +39,11 @@ def parse_settings(pairs: list[str], fields: list[str]) -> dict:
     """The `key=value` texts of `--set` as a dict, with keys among `fields`.
 
     Values are JSON if they can be (`0.5`, `null`, `["swap"]`), else text. `a.b=c` is the entry `b`
-    of the dict `a`. Raises `CompvlError` for any other key or form.
+    of the dict `a`. Raises `CompvlError` for any other key or form, and for a key that is given
+    both as a whole and by entry.
     """
-    settings = {}
+    whole = {}
+    by_entry = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         field, _, entry = key.partition(".")
@@ -50,10 +52,17 @@ def parse_settings(pairs: list[str], fields: list[str]) -> dict:
             raise CompvlError(f"--set {pair} has no value: give {key}=VALUE.")
         value = _json_or_text(text)
         if entry:
-            settings.setdefault(field, {})[entry] = value
+            by_entry.setdefault(field, {})[entry] = value
         else:
-            settings[field] = value
-    return settings
+            whole[field] = value
+    twice = sorted(set(whole) & set(by_entry))
+    if twice:
+        field = twice[0]
+        raise CompvlError(
+            f"--set gives {field} as a whole, and {', '.join(by_entry[field])} of it as well: "
+            "give either."
+        )
+    return whole | by_entry
 
 # %% ../../../nbs/lib/app/commands/01_options.ipynb #6523e29c
 @contextmanager
