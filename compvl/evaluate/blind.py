@@ -19,7 +19,7 @@ import pandas as pd
 
 from ..benchmarks.items import Benchmark
 from ..benchmarks.loading import expand, load_benchmark
-from ..core import CompvlError, data_dir, pick
+from ..core import CompvlError, data_dir, pick, read_csv
 from .averages import average_tables
 from .tasks import TASKS
 from ..metrics import figures
@@ -147,7 +147,7 @@ def blind_of_files() -> pd.DataFrame:
 
     `captions` of COCO val2014 (with `words` in all) were counted. Benchmarks: REPLACE, and
     SugarCrepe with its swaps in two groups, those of the same words and others."""
-    return pd.read_csv(data_dir() / "results" / "blind_baseline.csv")
+    return read_csv(data_dir() / "results" / "blind_baseline.csv")
 
 # %% ../../nbs/lib/evaluate/14_blind.ipynb #034fa7ff
 # (benchmark, group) -> label

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from ..core import data_dir
+from ..core import data_dir, read_csv
 from .audit import wilson_interval
 from .datasets import FinetuneSet
 
@@ -107,7 +107,7 @@ def rarity_of_files() -> pd.DataFrame:
 
     A row for each source and what is replaced (`panel`: attributes, relations, any word): `label`,
     `n`, `rare_share` and its 95 % Wilson interval `lo`, `hi`. The splits of a source are pooled."""
-    table = pd.read_csv(data_dir() / "results" / "word_rarity_negatives.csv")
+    table = read_csv(data_dir() / "results" / "word_rarity_negatives.csv")
     table["panel"] = table.split.map(_panel)
     by_rule = table.panel == "any word"
     table["label"] = table.source.mask(by_rule, table.split.map(_RULES))

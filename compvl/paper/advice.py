@@ -23,7 +23,7 @@ class _Candidates:
         self.res = res
         self.figure = figure
         self.sign = sign
-        self.n_boot = max(1000, res.profile.n_boot)
+        self.n_boot = res.profile.n_boot_of_differences
         means = {}
         for key in dict.fromkeys(keys):
             try:

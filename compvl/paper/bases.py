@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..core import CompvlError, atomic_write, data_dir, pick, read_json
+from ..core import CompvlError, atomic_write, data_dir, pick, read_csv, read_json
 from ..microworld.datasets import PretrainSet
 from ..models.scene_network import scene_vocabulary
 from .profiles import Profile
@@ -136,7 +136,7 @@ def base_record(model: str = "micro-clip") -> tuple[dict, dict, pd.DataFrame]:
     folder = _record_folder(model, data_dir())
     config = read_json(folder / "config.json")
     environment = read_json(folder / "environment.json")
-    return config, environment, pd.read_csv(folder / "metrics.csv")
+    return config, environment, read_csv(folder / "metrics.csv")
 
 
 def base_validations(model: str = "micro-clip") -> dict[int, pd.DataFrame]:
@@ -144,7 +144,7 @@ def base_validations(model: str = "micro-clip") -> dict[int, pd.DataFrame]:
 
     As of `compvl.train.run.Run.validation`; of other seeds, this is all that is kept."""
     folder = _record_folder(model, data_dir())
-    found = {0: pd.read_csv(folder / "validation.csv")}
+    found = {0: read_csv(folder / "validation.csv")}
     for file in sorted(folder.glob("validation-*.csv")):
-        found[int(file.stem.split("-")[1])] = pd.read_csv(file)
+        found[int(file.stem.split("-")[1])] = read_csv(file)
     return found

@@ -80,7 +80,7 @@ def carried(
         found[f"{name}_hi"] = contrast["hi"]
     (known_gain, known_weights), (new_gain, new_weights) = gains
     weights = [*new_weights, *(-weight for weight in known_weights)]
-    n_boot = max(1000, known.profile.n_boot)
+    n_boot = known.profile.n_boot_of_differences
     diff, boot = seed_bootstrap([*new_gain, *known_gain], weights, n_boot)
     lo, hi, _ = resampled_difference(boot)
     return found | dict(diff=diff, lo=lo, hi=hi)

@@ -49,7 +49,7 @@ class _Gains:
 
     def __init__(self, res: Results, before: str, after: str, lengths: dict[str, pd.Series]):
         self.rows = (before, after)
-        self.n_boot = max(1000, res.profile.n_boot)
+        self.n_boot = res.profile.n_boot_of_differences
         self.parts = {}  # (benchmark, length) -> outcomes before and after, percent [seeds, items]
         try:
             res = res.sharing_seeds(self.rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..benchmarks.items import Benchmark
-from ..core import atomic_write, config_hash, read_json, write_json
+from ..core import atomic_write, config_hash, read_csv, read_json, write_json
 from ..evaluate.kept import Kept, identity
 from ..evaluate.scorers import Deferred
 from .runs import AnyConfig, config_name, finished_model, run_folder
@@ -60,7 +60,7 @@ class Pieces(Kept):
     def metrics(self, config: AnyConfig) -> pd.DataFrame | None:
         """Metrics by step of a run; None where it was not made."""
         file = self.file(config)
-        return pd.read_csv(file) if file.exists() else None
+        return read_csv(file) if file.exists() else None
 
     def has_scores(self, config: AnyConfig, benchmarks: Iterable[Benchmark]) -> bool:
         """Whether the scores of a run on all of the benchmarks are there."""

@@ -70,6 +70,11 @@ class Profile:
         return self.train["batch_size"]
 
     @property
+    def n_boot_of_differences(self) -> int:
+        """Resamples for a difference, by which statements are judged: 1,000 or more."""
+        return max(1000, self.n_boot)
+
+    @property
     def measured(self) -> str:
         """The label of measured values in tables and plots."""
         return "microworld" if self.data == "microworld" else "this run"

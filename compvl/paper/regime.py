@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 
 from ..benchmarks.loading import expand, load_benchmark
-from ..core import atomic_write, data_dir, read_json
+from ..core import atomic_write, data_dir, read_csv, read_json
 from ..evaluate.engine import evaluate
 from ..microworld.render import render
 from ..microworld.scenes import scenes
@@ -203,7 +203,7 @@ def keep_regime(run: Run, folder: Path | None = None, **sizes):
     found = found.assign(run=run.folder.name, commit=commit)
     file = results / "regime.csv"
     if file.exists():
-        kept = pd.read_csv(file)
+        kept = read_csv(file)
         found = pd.concat([kept[kept.seed != seed], found]).sort_values("seed", kind="stable")
     with atomic_write(file) as tmp:
         found.to_csv(tmp, index=False)
@@ -214,4 +214,4 @@ def keep_regime(run: Run, folder: Path | None = None, **sizes):
 
 def kept_regime() -> pd.DataFrame:
     """The required figures of the shipped base and of bases with other seeds: see `regime`."""
-    return pd.read_csv(data_dir() / "results" / "base" / "regime.csv")
+    return read_csv(data_dir() / "results" / "base" / "regime.csv")

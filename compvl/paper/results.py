@@ -253,7 +253,7 @@ class Results:
 
     def _contrasted_correlations(self, terms: Sequence[_Term]) -> tuple[float, np.ndarray] | None:
         """Sum of weighted correlations and its resampled values; None where one is a mean."""
-        n_boot = max(1000, self.profile.n_boot)
+        n_boot = self.profile.n_boot_of_differences
         total = 0.0
         boot = np.zeros(n_boot)
         for weight, at in terms:
@@ -281,7 +281,7 @@ class Results:
         for of_items, weights_of_items in by_items.values():
             parts += of_items
             weights += weights_of_items
-        return seed_bootstrap(parts, weights, max(1000, self.profile.n_boot))
+        return seed_bootstrap(parts, weights, self.profile.n_boot_of_differences)
 
     def _size(self, terms: Sequence[_Term]) -> dict[str, int]:
         """Number of items `n` (each once) and of seeds of figures."""

@@ -37,7 +37,7 @@ def diminishing(res: Results, keys: Sequence[str], columns: Iterable[Column]) ->
     *reproduced*: the first step is a gain and the second brings less, both beyond their intervals.
     *opposite*: the first step is a loss, or the second brings more. *too wide to say* otherwise.
     """
-    n_boot = max(1000, res.profile.n_boot)
+    n_boot = res.profile.n_boot_of_differences
     rows = []
     for three in zip(keys, keys[1:], keys[2:], strict=False):
         names = [short(ROWS[key].label) for key in three]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ..core import CompvlError, config_hash, torch_device
+from ..core import CompvlError, config_hash, read_csv, torch_device
 from ..models.captioner import CaptionScorer, load_captioner
 from ..models.clip import Model, create_model
 from ..models.matcher import MatchingScorer, load_matcher
@@ -215,7 +215,7 @@ def finished_model(
         return run.model, with_validation(run.metrics, run.validation)
     make = train_captioner if isinstance(config, CaptionerConfig) else train_matcher
     folder = make(config, runs, progress=False, on_log=on_log)
-    return _finished_scorer(folder, config), pd.read_csv(folder / "metrics.csv")
+    return _finished_scorer(folder, config), read_csv(folder / "metrics.csv")
 
 # %% ../../nbs/lib/paper/06_runs.ipynb #ad9f6e72
 def _base_model(row: Row, profile: Profile) -> Model | PairScorer:

@@ -72,7 +72,7 @@ def parts_table(
             line = dict(row=ROWS[key].label, metric=metric)
             for name, part in parts.items():
                 values, weights = part.weighted(key, *figure, metric)
-                value, boot = seed_bootstrap(values, weights, max(1000, part.profile.n_boot))
+                value, boot = seed_bootstrap(values, weights, part.profile.n_boot_of_differences)
                 low, high = np.quantile(boot, [0.025, 0.975])
                 n = sum(value_of_part.shape[1] for value_of_part in values)
                 line |= {name: value, f"{name}_lo": low, f"{name}_hi": high, f"{name}_n": n}

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 from open_clip.tokenizer import HFTokenizer, SigLipTokenizer, SimpleTokenizer
 
-from ..core import CompvlError, atomic_write, config_hash, read_json, torch_device
+from ..core import CompvlError, atomic_write, config_hash, read_csv, read_json, torch_device
 from ..models.clip import Model, create_model
 from ..models.dual_encoders import PREFIX
 from ..models.weights import load_weights
@@ -140,7 +140,7 @@ def read_metrics(folder: Path) -> pd.DataFrame:
     file = folder / "metrics.csv"
     if not file.exists() or not file.stat().st_size:
         return pd.DataFrame()
-    return pd.read_csv(file)
+    return read_csv(file)
 
 # %% ../../nbs/lib/train/08_run.ipynb #74082509
 class MetricsFile:
@@ -217,7 +217,7 @@ class Run:
 
         The benchmark `loss` has the loss and its terms. Empty where the config asks for none."""
         file = self.folder / "validation.csv"
-        return pd.read_csv(file) if file.exists() else pd.DataFrame()
+        return read_csv(file) if file.exists() else pd.DataFrame()
 
 
 def load_run(

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from ..benchmarks.loading import expand, load_benchmark
-from ..core import CompvlError, atomic_write
+from ..core import CompvlError, atomic_write, read_csv
 from ..evaluate.engine import evaluate
 from .batches import Collate, Steps, stream_batches
 from .config import TrainConfig
@@ -120,7 +120,7 @@ class ValidationFile:
         if not start:
             path.unlink(missing_ok=True)  # of a run that starts over
         elif path.exists():
-            kept = pd.read_csv(path)
+            kept = read_csv(path)
             self.table = kept[kept.step <= start]
 
     def add(self, step: int, rows: list[dict]):
