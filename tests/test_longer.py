@@ -33,3 +33,10 @@ def test_figures_follow_from_the_kept_scores(monkeypatch, tmp_path):
     for place in shared:
         for column in ("value", "lo", "hi", "seeds"):
             assert again.loc[place, column] == pytest.approx(committed.loc[place, column])
+
+
+def test_differences_between_rows_of_table_1_are_known_to_a_point():
+    pairs = read_csv(FOLDER / "longer_pairs.csv")
+    half_widths = (pairs.hi - pairs.lo) / 2
+    assert len(pairs) == 30
+    assert half_widths.max() <= 1.0

@@ -114,8 +114,8 @@ class Reader(nn.Module):
         return self.model.encode_text(self.model.tokenizer(drawn_captions(v)))
 
 # %% ../../nbs/lib/paper/20j_trained_readers.ipynb #ab3ca37b
-def _all_texts(support: Support) -> list[str]:
-    """Texts that contain every word of the support's captions and of their edits."""
+def _texts_of_all_words() -> list[str]:
+    """Texts that contain every word of captions and of their edits."""
     values = torch.arange(DRAWN_VALUES)
     return drawn_captions(values[:, None].expand(-1, 5))
 
@@ -160,7 +160,7 @@ def train_reader(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         reader = Reader(tokens, cfg.hidden)
-    train_words_only(reader.model, _all_texts(support))
+    train_words_only(reader.model, _texts_of_all_words())
     gen = torch.Generator().manual_seed(seed)
     _fit(reader.train(), tokens, v, support, cfg, blind, gen)
     whole_vocabulary(reader.clip)
