@@ -118,8 +118,8 @@ def _recommendation(choice, unit: str, most: int) -> str:
     numbers = (choice.ahead, choice.lo, choice.hi)
     ahead, lo, hi = (figure_text(number, sign="+") for number in numbers)
     return (
-        f"- {choice.goal}: {advised}. {best} has {value} on the other half, which is better than "
-        f"the runner-up, {second}, by {ahead} {unit} [{lo}, {hi}]."
+        f"- {choice.goal}: {advised}. {best} has {value} on the other half; its lead over the "
+        f"runner-up, {second}, is {ahead} {unit} [{lo}, {hi}]."
     )
 
 
