@@ -93,8 +93,8 @@ def recommend(
 
 # %% ../../nbs/lib/paper/11d_advice.ipynb #a54bbfe8
 def _label(key: str) -> str:
-    """The label of a row, or its key."""
-    return ROWS[key].label if key in ROWS else key
+    """The label of a row, or its key, in italics: labels contain commas."""
+    return f"*{ROWS[key].label if key in ROWS else key}*"
 
 
 def _names(keys: Sequence[str], most: int) -> str:
@@ -102,7 +102,7 @@ def _names(keys: Sequence[str], most: int) -> str:
     names = [_label(key) for key in keys[:most]]
     if len(keys) > most:
         names.append(f"{len(keys) - most} more")
-    return "; ".join(names) or "others"
+    return ", ".join(names) or "others"
 
 
 def _recommendation(choice, unit: str, most: int) -> str:
@@ -110,7 +110,7 @@ def _recommendation(choice, unit: str, most: int) -> str:
     best = _label(choice.best)
     second = _label(choice.next)
     if choice.verdict == "ahead":
-        advised = f"take **{best}**"
+        advised = f"take {best}"
     elif choice.verdict == "undecided":
         advised = f"**undecided** between {best} and {_names(choice.as_good, most)}"
     else:
@@ -122,8 +122,8 @@ def _recommendation(choice, unit: str, most: int) -> str:
     numbers = (choice.ahead, choice.lo, choice.hi)
     ahead, lo, hi = (figure_text(number, sign="+") for number in numbers)
     return (
-        f"- {choice.goal}: {advised}. {best} has {value} on the other half; the difference from "
-        f"the runner-up, {second}, is {ahead} {unit} [{lo}, {hi}] (above zero: better)."
+        f"- {choice.goal}: {advised}. {best} has {value} on the other half; its lead over the "
+        f"runner-up, {second}, is {ahead} {unit} [{lo}, {hi}]."
     )
 
 

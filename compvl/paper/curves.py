@@ -6,6 +6,7 @@
 __all__ = ['MOST_IN_LEGEND', 'OPERATOR_COLORS', 'draw_curves', 'operator_bars']
 
 # %% ../../nbs/lib/paper/17_curves.ipynb #8a255fbe
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,14 +31,14 @@ def _smoothed(log: pd.DataFrame, key: str, metric: str, smooth: int) -> pd.Serie
 
 
 def _draw_metric(ax, log: pd.DataFrame, rows: Sequence, metric: str, smooth: int) -> list[tuple]:
-    """The curves of one panel. Returns (last value, name, colour) of each."""
+    """The curves of one panel. Returns ((last step, last value), name, colour) of each."""
     ends = []
     for number, row in enumerate(rows):
         curve = _smoothed(log, row.key, metric, smooth)
         if len(curve):
             color = look(row.key, number).color
             ax.plot(curve, color=color, lw=1.6, label=short(row.label))
-            ends.append((curve.iloc[-1], short(row.label), color))
+            ends.append(((curve.index[-1], curve.iloc[-1]), short(row.label), color))
     return ends
 
 
@@ -49,19 +50,25 @@ def draw_curves(
     smooth: int = 9,  # steps of the running mean, at most a tenth of all
     ylabel: str = "",
     from_zero: bool = True,  # whether the vertical axes begin at zero
+    cols: int = 4,  # panels side by side, at most
 ):
     """A panel for each metric, with a line for each row. Returns the figure."""
     titles = titles or {}
     many = len(rows) > MOST_IN_LEGEND
-    wide = 6.2 if many else 4.7
+    wide, high = (6.2, 4) if many else (4.7, 3.2)
+    cols = min(cols, len(metrics))
+    lines = math.ceil(len(metrics) / cols)
     with style():
-        figure, (axes,) = subplots(
-            1,
-            len(metrics),
-            figsize=(wide * len(metrics), 4 if many else 3.2),
+        figure, grid = subplots(
+            lines,
+            cols,
+            figsize=(wide * cols, high * lines),
             layout="constrained",
             squeeze=False,
         )
+        axes = grid.flat[: len(metrics)]
+        for unused in grid.flat[len(metrics) :]:
+            unused.axis("off")
         ends = []
         for ax, metric in zip(axes, metrics, strict=True):
             ends.append(_draw_metric(ax, log, rows, metric, smooth))
@@ -70,7 +77,8 @@ def draw_curves(
             if from_zero:
                 ax.set_ylim(bottom=0)
             light_grid(ax)
-        axes[0].set_ylabel(ylabel)
+        for first in grid[:, 0]:
+            first.set_ylabel(ylabel)
         if many:
             for ax, of_panel in zip(axes, ends, strict=True):
                 if of_panel:

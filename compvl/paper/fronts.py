@@ -7,6 +7,7 @@ __all__ = ['TASKS', 'summary_cell', 'error_bar', 'FrontPoint', 'front', 'model_c
            'fronts']
 
 # %% ../../nbs/lib/paper/15_fronts.ipynb #97bd6dd5
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -118,21 +119,37 @@ def _draw_point(ax, point: FrontPoint, color: str, marker: str):
     ax.plot(point.x, point.y, marker, color=color, mfc=fill, ms=7, mew=1.2, zorder=4)
 
 
+def _on_path(points: Sequence[FrontPoint], path: Sequence[str]) -> list[FrontPoint]:
+    """The points whose keys are in `path`, in its order."""
+    by_key = {point.row.key: point for point in points}
+    return [by_key[key] for key in path if key in by_key]
+
+
+def _along_path(points: Sequence[FrontPoint], path: Sequence[str]) -> list[tuple[float, float]]:
+    """Points on the line through the rows of `path`, which labels should avoid."""
+    on_line = []
+    for start, end in itertools.pairwise(_on_path(points, path)):
+        for share in np.linspace(0, 1, 9):
+            x = start.x + share * (end.x - start.x)
+            y = start.y + share * (end.y - start.y)
+            on_line.append((x, y))
+    return on_line
+
+
 def _draw_path(ax, points: Sequence[FrontPoint], path: Sequence[str]):
     """A line through the rows of `path`, in its order."""
-    by_key = {point.row.key: point for point in points}
-    on_path = [by_key[key] for key in path if key in by_key]
+    on_path = _on_path(points, path)
     if len(on_path) > 1:
         xs = [point.x for point in on_path]
         ys = [point.y for point in on_path]
         ax.plot(xs, ys, color="#9455bb", lw=1, zorder=1)
 
 
-def _label_points(ax, points: Sequence[FrontPoint], looks: dict):
-    """The short name beside each point."""
+def _label_points(ax, points: Sequence[FrontPoint], looks: dict, path: Sequence[str] = ()):
+    """The short name beside each point, off the line through the rows of `path`."""
     if not points:
         return
-    avoid = []
+    avoid = _along_path(points, path)
     for point in points:
         avoid += _along_interval(point)
     place_labels(
@@ -188,7 +205,7 @@ def front(
         figure.set_layout_engine("none")
         for line, panels in zip(axes, lines.values(), strict=True):
             for ax, points in zip(line, panels, strict=True):
-                _label_points(ax, points, looks)
+                _label_points(ax, points, looks, path)
     return figure
 
 # %% ../../nbs/lib/paper/15_fronts.ipynb #c9f6678a

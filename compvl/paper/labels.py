@@ -89,7 +89,6 @@ def place_labels(
     others = ax.transData.transform(np.reshape(np.array(avoid, dtype=float), (-1, 2)))
     taken = _squares(points, _MARKER * unit)
     taken += _squares(np.concatenate([points, others]), _POINT * unit)
-    to_figure = figure.transFigure.inverted()
     for point, x, y, label, color in zip(points, xs, ys, labels, colors, strict=True):
         distance, place = _best_place(point, _text_size(ax, label, size), unit, taken, inside)
         taken.append(place)
@@ -98,8 +97,8 @@ def place_labels(
         ax.annotate(
             label,
             (x, y),
-            to_figure.transform(middle),
-            textcoords="figure fraction",
+            (np.array(middle) - point) / unit,
+            textcoords="offset points",  # stays in place where a saved figure is cropped
             fontsize=size,
             color=color,
             ha="center",
@@ -112,30 +111,33 @@ def place_labels(
 # %% ../../nbs/lib/paper/14_labels.ipynb #f4eee39e
 def label_lines(
     ax,
-    ends: Sequence[float],  # height of each line at its right end, in data coordinates
+    ends: Sequence[tuple[float, float]],  # right end (x, y) of each line, in data coordinates
     labels: Sequence[str],
     colors: Sequence[str],
     size: float = 8,
 ):
-    """Write the name of each line at its right end, in the order of the ends, without overlap."""
+    """Write the name of each line right of the panel, in the order of the ends, without overlap.
+
+    A thin line joins each name to the end of its line."""
     figure = ax.figure
     figure.canvas.draw()
     bottom, top = ax.get_ylim()
     height = _text_size(ax, "X", size)[1] * 1.15
     step = height / ax.get_window_extent().height * (top - bottom)
-    order = np.argsort(ends)
-    heights = np.array(ends, dtype=float)
+    y_ends = np.array([y for _, y in ends], dtype=float)
+    order = np.argsort(y_ends)
+    heights = y_ends.copy()
     for before, index in zip(order, order[1:], strict=False):
         heights[index] = max(heights[index], heights[before] + step)
-    shift = np.mean(ends - heights)  # the labels lie around the ends, and inside the panel
+    shift = np.mean(y_ends - heights)  # the labels lie around the ends, and inside the panel
     shift = min(max(shift, bottom - heights.min()), top - heights.max())
     line = dict(arrowstyle="-", lw=0.5, shrinkA=0, shrinkB=0, relpos=(0, 0.5))
     for index in order:
         ax.annotate(
             labels[index],
-            (1.0, ends[index]),
+            ends[index],
             (1.04, heights[index] + shift),
-            xycoords=ax.get_yaxis_transform(),
+            xycoords="data",
             textcoords=ax.get_yaxis_transform(),
             fontsize=size,
             color=colors[index],

@@ -89,8 +89,9 @@ def _longer_cell(id: str, store: Store) -> str:
 _VERDICT_NOTE = """Measured: the difference with its 95 % interval; where a statement has several
 tests, the smallest and the largest difference. After longer training: the same, 3,000 steps long,
 for an effect whose models are all finetuned in the profile micro-full so far (pretrained models: on
-more items). With several seeds, intervals are over items and seeds, else over items. The notebook
-11_claims says how a verdict is reached; its table *evidence* has each test.
+more items). With several seeds, intervals are over items and seeds, else over items. Verdicts are
+defined at the top of the notebook; 11_claims says how several tests make one verdict, and its table
+*evidence* has each test.
 """.replace("\n", " ").strip()
 
 # %% ../../nbs/lib/paper/20_notebook.ipynb #db361bbc
@@ -101,7 +102,17 @@ accuracy*: how often c scores above c_n. *Augmented accuracy*: how often both c 
 finetuned on captions alone (CAE's tables call it CLIP-FT), HN with hard negatives as well, HP+HN
 with hard negatives and hard positives. *Foil* is the other benchmarks' name for a false text or
 image. In the microworld, *CLIP ViT-B/32*, *DataComp*, *ImageNet* and other such names stand for the
-small counterparts of these models and data sets.
+small counterparts of these models and data sets. Differences are computed before rounding.
+""".replace("\n", " ").strip()
+
+_VERDICTS = """**Verdicts** compare the 95 % interval of a difference with zero and with the
+published difference. *Reproduced*: the interval is on the paper's side of zero, and overlaps the
+range from half to twice the published difference. *Same sign, smaller* or *larger*: it is on the
+paper's side of zero, and below or above that range. *Opposite*: it is on the other side of zero.
+*No effect of the published size*: it contains zero, and not even half of the published difference.
+*Too wide to say*, which is undecided: it contains both. Where only a direction is published, an
+interval that contains zero is *too wide to say*. A hypothesis of our own is *supported* instead of
+*reproduced*.
 """.replace("\n", " ").strip()
 
 
@@ -129,10 +140,11 @@ class Notebook:
         return f"Notebook({self.name!r}, {self.profile.name!r})"
 
     def describe(self, finetunes: bool = True) -> Markdown:
-        """The profile in words, and the terms that the notebooks share.
+        """The profile in words, and the terms and verdicts that the notebooks share.
 
         `finetunes`: whether the notebook shows finetuned models, and so needs the schedule."""
-        return Markdown(f"{self.profile.describe(finetunes)}\n\n{_TERMS}")
+        parts = [self.profile.describe(finetunes), _TERMS, _VERDICTS]
+        return Markdown("\n\n".join(parts))
 
     def _file(self, suffix: str | None) -> str:
         """Name of what the notebook writes."""

@@ -98,7 +98,9 @@ class Profile:
             f"{self._items()}; {self._intervals()}."
         )
         if self.model == "micro-clip":
-            sentence += " Tables name that base *CLIP ViT-B/32*, in whose place it stands."
+            sentence += (
+                " In tables, this base is called *CLIP ViT-B/32*, the model that it stands for."
+            )
         if self.name == "smoke":
             sentence += (
                 " It is far too little to mean anything, and shows only that everything runs."
@@ -107,7 +109,7 @@ class Profile:
 
     def _intervals(self) -> str:
         sentence = f"intervals are 95 % bootstrap intervals of {self.n_boot:,} resamples"
-        return sentence if len(self.seeds) == 1 else f"{sentence}, and Student's t over the seeds"
+        return sentence if len(self.seeds) == 1 else f"{sentence}, with Student's t over seeds"
 
     def _length(self) -> str:
         if self.recipes:
@@ -124,9 +126,9 @@ class Profile:
             return "one seed"
         more = ""
         if self.main_seeds:
-            more = f" ({len(self.main_seeds)} of the papers' own methods"
+            more = f" ({len(self.main_seeds)} for the papers' own methods"
             if self.control_seeds:
-                more += f", {len(self.control_seeds)} of captions alone"
+                more += f", {len(self.control_seeds)} for captions alone"
             more += ")"
         return f"{len(self.seeds)} seeds{more}"
 

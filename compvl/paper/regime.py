@@ -184,6 +184,7 @@ def draw_regime(validations: Mapping[int, pd.DataFrame]):
             light_grid(ax)
         for ax in axes[-1]:
             ax.set_xlabel("step")
+        figure.supylabel("%", fontsize=10)
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure

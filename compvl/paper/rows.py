@@ -540,7 +540,7 @@ LATER_ROWS = [
     ),
     _later(
         "ce-clip-released",
-        "CE-CLIP (released head)",
+        "CE-CLIP (released code)",
         "ce-clip-released",
         recipe="ce-clip",
         optional=True,

@@ -6,6 +6,7 @@
 __all__ = ['score_shift', 'split_bars', 'changes', 'dose_response', 'drift_plot']
 
 # %% ../../nbs/lib/paper/16_shifts.ipynb #54011895
+import re
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
@@ -340,10 +341,34 @@ def _drift_title(benchmark: str, correlation: pd.DataFrame) -> str:
     return title
 
 
+_MIXTURE = r"hp\+[\d.]+hn"  # keys of the rows with a weight of hard negatives: they lie close
+
+
+def _draw_drift(ax, part: pd.DataFrame, metric: str):
+    """The rows of one benchmark; the mixtures of HP Table 3 have entries in a legend."""
+    for number, row in enumerate(part.itertuples()):
+        color, marker = look(row.method, number)
+        value = getattr(row, metric)
+        ax.errorbar(
+            row.drift,
+            value,
+            yerr=[[max(0, value - row.lo)], [max(0, row.hi - value)]],
+            fmt=marker,
+            color=color,
+            ecolor=to_rgba(color, 0.35),
+            ms=6,
+            elinewidth=1,
+            label=short(row.label) if re.fullmatch(_MIXTURE, row.method) else None,
+        )
+    if part.method.str.fullmatch(_MIXTURE).any():
+        ax.legend(loc="lower right", fontsize=8)
+
+
 def drift_plot(table: pd.DataFrame, correlation: pd.DataFrame, metric: str = "aug_acc"):
     """`metric` over the drift of the caption's mean score, a panel for each benchmark.
 
-    `table` and `correlation` come from `drift` and `drift_correlation`. Returns the figure.
+    `table` and `correlation` come from `drift` and `drift_correlation`. Rows are named beside their
+    points, mixtures in a legend. Returns the figure.
     """
     names = list(dict.fromkeys(table.benchmark))
     tall = max(1, len(names))
@@ -353,19 +378,7 @@ def drift_plot(table: pd.DataFrame, correlation: pd.DataFrame, metric: str = "au
         )
         axes = axes[:, 0]
         for ax, name in zip(axes, names, strict=False):
-            for number, row in enumerate(table[table.benchmark == name].itertuples()):
-                color, marker = look(row.method, number)
-                value = getattr(row, metric)
-                ax.errorbar(
-                    row.drift,
-                    value,
-                    yerr=[[max(0, value - row.lo)], [max(0, row.hi - value)]],
-                    fmt=marker,
-                    color=color,
-                    ecolor=to_rgba(color, 0.35),
-                    ms=6,
-                    elinewidth=1,
-                )
+            _draw_drift(ax, table[table.benchmark == name], metric)
             ax.set_title(_drift_title(name, correlation[correlation.benchmark == name]))
             ax.set_xlabel("drift of the mean score of c")
             ax.set_ylabel(f"{METRIC_TITLES[metric]} (%)")
@@ -377,6 +390,11 @@ def drift_plot(table: pd.DataFrame, correlation: pd.DataFrame, metric: str = "au
         for ax, name in zip(axes, names, strict=False):
             part = table[table.benchmark == name]
             colors = [look(method, number).color for number, method in enumerate(part.method)]
-            names_of_rows = [short(label) for label in part.label]
-            place_labels(ax, part.drift, part[metric], names_of_rows, colors, size=7)
+            part = part.assign(color=colors, name=part.label.map(short))
+            in_legend = part.method.str.fullmatch(_MIXTURE)
+            named = part[~in_legend]
+            others = part[in_legend][["drift", metric]].to_numpy()
+            place_labels(
+                ax, named.drift, named[metric], named.name, named.color, avoid=others, size=7
+            )
     return figure

@@ -98,13 +98,16 @@ def synonym_gains(
     """What the second row gains over the first with seen synonyms and with unseen ones.
 
     The average of relations and attributes. One line a metric, with the columns of `carried`, in
-    percentage points: `known` is with seen synonyms, `new` with unseen ones."""
+    percentage points: `seen` and `unseen` in place of `known` and `new`."""
     seen, unseen = synonym_parts(res).values()
     lines = []
     for metric in ("aug_acc", "brittleness"):
         line = carried(seen, unseen, pair, ("replace", "macro", metric))
         lines.append(dict(metric=metric) | line)
-    return pd.DataFrame(lines)
+    names = {}
+    for end in ("", "_lo", "_hi"):
+        names |= {f"known{end}": f"seen{end}", f"new{end}": f"unseen{end}"}
+    return pd.DataFrame(lines).rename(columns=names)
 
 # %% ../../nbs/lib/paper/11f_synonyms.ipynb #788d7ab2
 _PARTS = {"replace-relations": "relations", "replace-attributes": "attributes"}
@@ -138,21 +141,21 @@ def synonym_by_synonym(
 
 
 def over_synonyms(gains: pd.DataFrame) -> pd.DataFrame:
-    """The mean gain over synonyms that finetuning showed, and over others, and the difference.
+    """The mean gain over synonyms that finetuning showed, and over unseen ones, and the difference.
 
     `gains`: as of `synonym_by_synonym`. One line for relations, for attributes and for both.
-    Columns: part; shown and others, means over synonyms; n_shown and n_others, their numbers;
-    diff, others minus shown, with its 95 % interval lo, hi (Welch's t over synonyms)."""
+    Columns: part; seen and unseen, means over synonyms; n_seen and n_unseen, their numbers;
+    diff, unseen minus seen, with its 95 % interval lo, hi (Welch's t over synonyms)."""
     from scipy.stats import ttest_ind  # slow to import
 
     lines = []
     for name, part in [*gains.groupby("part", sort=False), ("both", gains)]:
-        shown = part.gain[part.shown]
-        others = part.gain[~part.shown]
-        interval = ttest_ind(others, shown, equal_var=False).confidence_interval(0.95)
-        line = dict(part=name, shown=shown.mean(), n_shown=len(shown))
-        line |= dict(others=others.mean(), n_others=len(others))
-        line |= dict(diff=others.mean() - shown.mean(), lo=interval.low, hi=interval.high)
+        seen = part.gain[part.shown]
+        unseen = part.gain[~part.shown]
+        interval = ttest_ind(unseen, seen, equal_var=False).confidence_interval(0.95)
+        line = dict(part=name, seen=seen.mean(), n_seen=len(seen))
+        line |= dict(unseen=unseen.mean(), n_unseen=len(unseen))
+        line |= dict(diff=unseen.mean() - seen.mean(), lo=interval.low, hi=interval.high)
         lines.append(line)
     return pd.DataFrame(lines)
 
@@ -177,7 +180,7 @@ def draw_synonyms(gains: pd.DataFrame, xlabel: str):
             for shown, color in ((True, BLUE), (False, ORANGE)):
                 rows = part[part.shown == shown]
                 errors = [rows.gain - rows.lo, rows.hi - rows.gain]
-                label = "shown in finetuning" if shown else "not shown"
+                label = "seen in finetuning" if shown else "unseen"
                 axes.errorbar(
                     rows.gain,
                     rows.index,
