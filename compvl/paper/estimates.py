@@ -89,7 +89,7 @@ def finding(
     sign: int = 0,  # direction of b − a that is claimed, +1 or −1
     within: float | None = None,  # or the tolerance to which they are claimed to be equal
 ) -> dict:
-    """`id, claim, a, b, difference, lo, hi, published, verdict` of b − a.
+    """`id, claim, a, b, difference, lo, hi, sign, published, verdict` of b − a.
 
     There are no published figures, so that `published` is NaN. Raises CompvlError where neither
     `sign` nor `within` is given, or both are.
@@ -108,6 +108,7 @@ def finding(
         difference=difference.value,
         lo=lo,
         hi=hi,
+        sign=sign,
         published=np.nan,
         verdict=outcome,
     )

@@ -96,9 +96,10 @@ def _more_even(method: str, kind: str) -> Stored:
     """That L_attr lowers the attribution of objects beyond another kind of token."""
     label = ROWS[f"cae-{method}"].label
     where = dict(model=label, attribution=method, kind=kind)
-    scale = 1.0 if method == "perturbation" else 100.0  # a difference of logits is no share
     test = f"{label} − CLIP-FT, object − {kind}, {method}"
-    return Stored("05_attribution_changes", test, where, -1, scale=scale)
+    # a difference of logits is no share
+    kept = dict(unit="logits") if method == "perturbation" else dict(scale=100.0)
+    return Stored("05_attribution_changes", test, where, -1, **kept)
 
 
 def _right_by_relations(method: str) -> Stored:
@@ -169,7 +170,7 @@ _ATTRIBUTION = [
             for kind, method in product(("relation", "attribute"), ATTRIBUTIONS)
         ),
         kind="premise",
-        unit="hundredths (by perturbation: logits)",
+        unit="hundredths",
         why=(
             "L_attr compares objects with the mean of relations and attributes together, and says "
             "nothing of relations alone."

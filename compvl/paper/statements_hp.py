@@ -675,6 +675,7 @@ _APPENDIX_E = [
         "hard positives keep standard tasks",
         _maintained("hn", _TOLERANCE),
         kind="premise",
+        origin="from the bound",
     ),
     Statement(
         "HP83",
@@ -1074,6 +1075,7 @@ _MORE = [
         "gain in original accuracy)",
         "HP+HN retains most of HN's gain",
         tuple(_retained(on) for on in _ON_BOTH),
+        origin="from half of HN's gain",
     ),
     Statement(
         "HP75",
@@ -1122,6 +1124,7 @@ _MORE = [
         "HP+HN against captions, standard tasks",
         _maintained("clip-coco", -3.33),
         kind="premise",
+        origin="from the bound",
     ),
     Statement(
         "HP79",
@@ -1141,6 +1144,7 @@ _MORE = [
         "HP+HN: standard tasks overall",
         (_standard_mean("clip", paper="", sign=1, bound=_TOLERANCE),),
         kind="premise",
+        origin="from the bound",
     ),
     Statement(
         "HP82",

@@ -75,6 +75,7 @@ TCL = [
         "differences are those from these bounds)",
         "invariant block identified, sentences",
         (Findings(_CAUSAL, _identified("sentence")),),
+        origin="from the bounds",
         unit="hundredths",
     ),
     Statement(
@@ -84,6 +85,7 @@ TCL = [
         "generated token by token (by the same bounds)",
         "invariant block identified, tokens",
         (Findings(_CAUSAL, _identified("tokens")),),
+        origin="from the bounds",
         unit="hundredths",
     ),
     _same_loss(3, "SWAP"),
@@ -103,6 +105,7 @@ TCL = [
             Findings(_CAUSAL, _of_operators("clip-{}-near-blind"), any_of=True),
             Findings(_CAUSAL, _of_operators("clip-{}-insensitive"), any_of=True),
         ),
+        origin="(accuracy: from 50 %)",
         ours=True,
     ),
     Statement(
@@ -170,6 +173,7 @@ TCL = [
         "hyperplane sorts held-out images from texts)",
         "there is a modality gap",
         (Findings(_CAUSAL, ("clip-modality-gap",), seeds=1),),
+        origin="from chance",
         kind="premise",
     ),
     Statement(
@@ -182,6 +186,7 @@ TCL = [
             Findings(f"{_READERS}_loss_findings", _of_operators("trained-{}-same-loss")),
             Findings(f"{_READERS}_loss_findings", _of_operators("trained-{}-learned")),
         ),
+        origin="(learned: from half the loss of an uninformed tower)",
         unit="nats",
         ours=True,
     ),
@@ -206,6 +211,7 @@ TCL = [
             Findings(f"{_READERS}_findings", _of_operators("free-{}-reads")),
         ),
         "most",
+        origin="from chance",
         ours=True,
     ),
     Statement(
@@ -216,6 +222,7 @@ TCL = [
         "of what is a private block's own)",
         "invariant block identified, hard case",
         (Findings(_HARD, _identified("hard-new-6") + _identified("hard-1000-6")),),
+        origin="from the bounds",
         unit="hundredths",
         ours=True,
     ),
@@ -226,6 +233,7 @@ TCL = [
         "identify it and nothing else as well",
         "invariant block identified, wide features",
         (Findings(_HARD, _identified("hard-new-12") + _identified("hard-1000-12")),),
+        origin="from the bounds",
         unit="hundredths",
         why="Features that have room left perhaps encode what tells training pairs apart.",
         ours=True,
