@@ -211,7 +211,7 @@ def _needed(undecided: pd.DataFrame, width: pd.Series) -> tuple[str, pd.Series, 
     return "items", needed, undecided.n
 
 
-_SHOWN_SIZE = {"points": (1, "one point"), "nats": (0.1, "0.1 nats")}
+_SHOWN_SIZE = {"points": (1, "one point"), "percent": (1, "1 %"), "nats": (0.1, "0.1 nats")}
 _MOST_NAMED = 1_000_000  # items; a larger number of them says no more than that it is hopeless
 
 

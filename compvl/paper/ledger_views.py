@@ -130,9 +130,9 @@ def _shown(row, later: dict[str, str], notebooks: dict[str, str], folder: str) -
     }
 
 # %% ../../nbs/lib/paper/19b_ledger_views.ipynb #7261d60a
-_TABLE_NOTE = """Differences, in points of percent, in hundredths (of cosines, attributions,
-correlations, shares; of attributions by perturbation, in logits) or in nats (of losses), with 95
-% intervals. Where a statement sets a bound, or is about chance, the difference is that from the
+_TABLE_NOTE = """Differences, in points of percent, in percent (of a ratio), in hundredths (of
+cosines, attributions, correlations; of attributions by perturbation, in logits) or in nats (of
+losses), with 95 % intervals. Where a statement sets a bound, or is about chance, the difference is that from the
 bound or from chance, as the row says. Where a statement has several tests, the smallest and the
 largest difference are shown, apart for tests in which the paper expects a difference above and
 below zero; tests: their number, and the rule that combines them. Kind: an effect could have come
@@ -264,7 +264,7 @@ def _farthest(tests: dict, limit: float) -> float:
 def _scale_axis(axes, farthest: float, limit: float) -> None:
     """A symmetric axis, logarithmic beyond ±`limit`."""
     end = 1.04 * limit
-    label = "difference (percentage points; scores times 100), with 95 % interval"
+    label = "difference (percentage points; ratios in percent; scores times 100), 95 % interval"
     if farthest > limit:
         axes.set_xscale("symlog", linthresh=limit, linscale=2.2)
         end = 1.15 * farthest

@@ -93,8 +93,9 @@ _VERDICT_NOTE = """Measured: the difference with its 95 % interval, between mode
 row says so, from a bound or from chance; where a statement has several tests, the smallest and the
 largest difference, apart for tests of which the paper expects another sign. After longer training:
 the same, 3,000 steps long, for an effect whose models are all finetuned in the profile micro-full
-so far (pretrained models: on more items). With several seeds, intervals are over items and seeds, else over items. The notebook
-11_claims says how a verdict is reached; its table *evidence* has each test.
+so far (pretrained models: on more items). With several seeds, intervals are over items and seeds,
+else over items. The notebook 11_claims says how a verdict is reached; its table *evidence* has each
+test.
 """.replace("\n", " ").strip()
 
 # %% ../../nbs/lib/paper/20_notebook.ipynb #db361bbc

@@ -96,7 +96,7 @@ _LOSS_AT = {  # benchmark -> the group over all of it
 
 
 def loss_of(keys: Iterable[str], benchmark: str) -> Terms:
-    """Terms of the mean loss of rows by hard positives: original minus augmented accuracy."""
+    """Terms of the mean drop of rows with hard positives: original minus augmented accuracy."""
     keys = list(keys)
     group = _LOSS_AT[benchmark]
     before = mean_of(keys, [(benchmark, group, "orig_acc")])
@@ -307,8 +307,8 @@ class Statement:
     tests: tuple[Contrast | Stored | Findings, ...] = ()
     rule: str = "all"  # all or most
     kind: str = "effect"  # one of `STATEMENT_KINDS`
-    # of differences: points (of percent), nats, or hundredths (of a cosine, an attribution, a
-    # correlation, a share)
+    # of differences: points (of percent), percent (of a ratio), nats, or hundredths (of a cosine,
+    # an attribution, a correlation)
     unit: str = "points"
     # where differences are not those from another model or value: 'from chance'
     origin: str = ""

@@ -140,7 +140,7 @@ _ATTRIBUTION = [
                 seeds=1,
             ),
         ),
-        unit="hundredths",
+        unit="percent",
     ),
     Statement(
         "CAE2",
@@ -149,7 +149,7 @@ _ATTRIBUTION = [
         "the ratio of the two, minus one)",
         "objects before relations, others",
         tuple(_objects_first(method, "relation") for method in ATTRIBUTIONS if method != "gradcam"),
-        unit="hundredths",
+        unit="percent",
     ),
     Statement(
         "CAE3",
@@ -157,7 +157,7 @@ _ATTRIBUTION = [
         "Objects receive more than attributes (here: the ratio of the two, minus one)",
         "objects before attributes",
         tuple(_objects_first(method, "attribute") for method in ATTRIBUTIONS),
-        unit="hundredths",
+        unit="percent",
     ),
     Statement(
         "CAE4",
@@ -187,7 +187,7 @@ _ATTRIBUTION = [
             _objects_first(method, kind, ROWS["hn"].label)
             for kind, method in product(("relation", "attribute"), ATTRIBUTIONS)
         ),
-        unit="hundredths",
+        unit="percent",
     ),
     Statement(
         "CAE45",

@@ -76,7 +76,6 @@ TCL = [
         "invariant block identified, sentences",
         (Findings(_CAUSAL, _identified("sentence")),),
         origin="from the bounds",
-        unit="hundredths",
     ),
     Statement(
         "TCL2",
@@ -86,7 +85,6 @@ TCL = [
         "invariant block identified, tokens",
         (Findings(_CAUSAL, _identified("tokens")),),
         origin="from the bounds",
-        unit="hundredths",
     ),
     _same_loss(3, "SWAP"),
     _same_loss(4, "REPLACE"),
@@ -97,9 +95,9 @@ TCL = [
     Statement(
         "TCL9",
         "text, results",
-        "So trained CLIP may be near the blind encoders (here: nearer than to the true-optimal "
-        "ones, by its accuracy, and less sensitive to the edit than these, by its text features; "
-        "these read other captions, of five words)",
+        "A CLIP trained in this way may be close to the blind encoders (here: nearer than to the "
+        "true-optimal ones, by its accuracy, and less sensitive to the edit than these, by its "
+        "text features; these read other captions, of five words)",
         "CLIP is near the blind encoders",
         (
             Findings(_CAUSAL, _of_operators("clip-{}-near-blind"), any_of=True),
@@ -180,7 +178,8 @@ TCL = [
         "TCL15",
         "Theorems 7–9 (beside them)",
         "A text tower of CLIP that is trained to be blind to SWAP, REPLACE or ADD reaches the "
-        "held-out contrastive loss of one that is not (to 0.1 nats), where that one has learned",
+        "held-out contrastive loss of one that is not (within 0.1 nats), where that one has "
+        "learned",
         "trained blind: same loss",
         (
             Findings(f"{_READERS}_loss_findings", _of_operators("trained-{}-same-loss")),
@@ -223,18 +222,16 @@ TCL = [
         "invariant block identified, hard case",
         (Findings(_HARD, _identified("hard-new-6") + _identified("hard-1000-6")),),
         origin="from the bounds",
-        unit="hundredths",
         ours=True,
     ),
     Statement(
         "TCL19",
         "Theorem 5 (beside it)",
-        "With features of more dimensions than the invariant block (11 instead of 5), they "
-        "identify it and nothing else as well",
+        "With features of more dimensions than the invariant block (11 instead of 5), they, "
+        "too, identify it and nothing else",
         "invariant block identified, wide features",
         (Findings(_HARD, _identified("hard-new-12") + _identified("hard-1000-12")),),
         origin="from the bounds",
-        unit="hundredths",
         why="Features that have room left perhaps encode what tells training pairs apart.",
         ours=True,
     ),
