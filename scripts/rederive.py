@@ -129,7 +129,7 @@ class Kept:
                 continue
             rows = table.set_index("id").loc[ids].reset_index()
             if rows.claim.tolist() == texts:
-                return rows[FINDING_COLUMNS]
+                return rows.reindex(columns=[*FINDING_COLUMNS, "against"])
         raise NotStored
 
     def evaluate_claims(self, res, claims, *_, **__) -> pd.DataFrame:

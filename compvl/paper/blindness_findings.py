@@ -46,7 +46,8 @@ def near_blind_findings(
     mark = 100 * insensitivity(true_optimal["moved"], true_optimal["apart"], n_boot)
     dullness = 100 * insensitivity(clip["moved"], clip["apart"], n_boot)
     id = f"clip-{operator.lower()}"
+    encoder = "true-optimal encoder"
     return [
-        finding(f"{id}-near-blind", near, half, share, +1),
-        finding(f"{id}-insensitive", insensitive, mark, dullness, +1),
+        finding(f"{id}-near-blind", near, half, share, +1, against="threshold"),
+        finding(f"{id}-insensitive", insensitive, mark, dullness, +1, against=encoder),
     ]

@@ -24,13 +24,14 @@ from ..stats import REPRODUCED, verdict
 # %% ../../nbs/lib/paper/11a_claims.ipynb #7e8f5ce3
 @dataclass(frozen=True)
 class Claim:
-    """That the figure `b` differs from the figure `a`, in a direction."""
+    """That the value `b` differs from the value `a`, in a direction."""
 
     id: str  # unique within a table of findings, such as 'hn-replace-brittleness'
     text: str  # what the paper says
     a: tuple[str, str, str, str]  # row key, benchmark, group, metric
     b: tuple[str, str, str, str]
     sign: int = 0  # +1 or −1: the paper's direction of b − a; 0: that of the published difference
+    against: str = ""  # what `a` is, in words, where it does not become `b`: 'on relations'
 
 # %% ../../nbs/lib/paper/11a_claims.ipynb #5ef24304
 def change(
@@ -93,7 +94,7 @@ def _finding(res: Results, claim: Claim, published: float) -> tuple:
     if not np.isnan(found["diff"]):
         outcome = verdict(found["lo"], found["hi"], sign, abs(published))
     numbers = [found[name] for name in names]
-    return (claim.id, claim.text, *numbers, sign, published, outcome)
+    return (claim.id, claim.text, *numbers, sign, published, outcome, claim.against)
 
 
 def evaluate_claims(
@@ -103,7 +104,9 @@ def evaluate_claims(
     columns: Iterable[Column] = ACCURACY,  # of these tables
     rows: Iterable[Row] = (),  # labelled as in these tables, where the results' rows are not
 ) -> pd.DataFrame:
-    """One row per claim, with the columns `FINDING_COLUMNS`; *no data* where a figure is missing.
+    """One row per claim, with the columns `FINDING_COLUMNS` and `against` (of the claim).
+
+    The verdict is *no data* where a value is missing.
 
     Raises CompvlError where two claims have one id, and where nothing gives a direction.
     """
@@ -115,7 +118,7 @@ def evaluate_claims(
     for claim in claims:
         difference = published.value(*claim.b) - published.value(*claim.a)
         found.append(_finding(res, claim, difference))
-    return pd.DataFrame(found, columns=FINDING_COLUMNS)
+    return pd.DataFrame(found, columns=[*FINDING_COLUMNS, "against"])
 
 
 def as_ours(findings: pd.DataFrame) -> pd.DataFrame:
@@ -143,10 +146,16 @@ def _sentence(finding, unit: str, decimals: int) -> str:
     b = figure_text(finding.b, decimals)
     interval = f"[{signed(finding.lo)}, {signed(finding.hi)}]"
     difference = f"{signed(finding.difference)} {unit} {interval}"
-    figures = f"{a} → {b}, a difference of {difference}{published}"
-    return f"- {finding.claim}: {figures}: **{finding.verdict}**."
+    values = f"{a} → {b}, a difference of {difference}"
+    against = getattr(finding, "against", "")
+    if isinstance(against, str) and against:
+        values = f"{b}, {against} {a}: {difference}"
+    return f"- {finding.claim}: {values}{published}: **{finding.verdict}**."
 
 
 def findings_text(findings: pd.DataFrame, unit: str = "points", decimals: int = 1) -> str:
-    """Evaluated claims as a Markdown list, one sentence each."""
+    """Evaluated claims as a Markdown list, one sentence each.
+
+    An arrow says what a value becomes. Where the column `against` has words, such as 'chance',
+    both values are named instead."""
     return "\n".join(_sentence(row, unit, decimals) for row in findings.itertuples())

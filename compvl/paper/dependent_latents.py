@@ -65,7 +65,7 @@ class DependentSCM(SCM):
         return Draw(*[block[chosen] for block in self.pool])
 
 # %% ../../nbs/lib/paper/20k_dependent_latents.ipynb #effca385
-HARD_WIDTHS = (4, 6, 12)  # numbers in a feature: below, at and above the dimensions of z
+HARD_WIDTHS = (4, 6, 12)  # components of a feature: below, at and above the dimensions of z
 HARD_BLOCKS = ("invariant", "private", "private, own part")
 _PAIRS = (None, 1000)  # None: new samples in every step
 
@@ -129,7 +129,7 @@ def dependent_panels(table: pd.DataFrame):
         for ax, ((pairs, features), part) in zip(axes, groups, strict=True):
             _draw_panel(ax, part)
             data = "new pairs in every step" if pairs == "new" else f"{int(pairs):,} pairs"
-            ax.set(title=f"{features} features,\n{data}", xlabel="numbers in a feature")
+            ax.set(title=f"{features} features,\n{data}", xlabel="components of a feature")
         axes[0].set_ylabel("R² on new samples")
         fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
     return fig

@@ -106,8 +106,9 @@ def finding(
     b: Figure,
     sign: int = 0,  # direction of b − a that is claimed, +1 or −1
     within: float | None = None,  # or the tolerance to which they are claimed to be equal
+    against: str = "",  # what `a` is, in words, where it does not become `b`: 'threshold'
 ) -> dict:
-    """`id, claim, a, b, difference, lo, hi, published, verdict` of b − a.
+    """`id, claim, a, b, difference, lo, hi, sign, published, verdict, against` of b − a.
 
     There are no published figures, so that `published` is NaN. Raises CompvlError where neither
     `sign` nor `within` is given, or both are.
@@ -126,6 +127,8 @@ def finding(
         difference=difference.value,
         lo=lo,
         hi=hi,
+        sign=sign,
         published=np.nan,
         verdict=outcome,
+        against=against,
     )

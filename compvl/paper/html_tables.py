@@ -51,7 +51,7 @@ def _interval_columns(columns: list) -> dict:
 
 
 def join_intervals(frame: pd.DataFrame, decimals: int = 1) -> pd.DataFrame:
-    """The frame with the ends of intervals in the cell of their figure, as markup."""
+    """The frame with the ends of intervals in the cell of their value, as markup."""
     intervals = _interval_columns(list(frame))
     joined = frame.copy()
     for column, ends in intervals.items():
@@ -145,6 +145,21 @@ def _with_levels(frame: pd.DataFrame) -> pd.DataFrame:
         frame.columns = pd.MultiIndex.from_tuples([("", title) for title in frame.columns])
     return frame
 
+
+def _key_columns(frame: pd.DataFrame) -> list[tuple]:
+    """The first columns, of text, that tell rows with the same label apart; often none."""
+    keys = []
+    rows = list(frame.index)
+    for column in frame.columns:
+        if len(set(rows)) == len(rows):
+            return keys
+        values = list(frame[column])
+        if not all(type(value) is str for value in values):
+            return []
+        keys.append(column)
+        rows = list(zip(rows, values, strict=True))
+    return []
+
 # %% ../../nbs/lib/paper/12a_html_tables.ipynb #4ccc5b9a
 def html_table(
     frame: pd.DataFrame,  # rows (group, label) or label; columns (block, title) or title
@@ -154,7 +169,8 @@ def html_table(
 ) -> str:
     """A data frame as HTML; without an index of its own, its first column is the row's label.
 
-    A table of more than `MOST_COLUMNS` columns is continued below itself.
+    A table of more than `MOST_COLUMNS` columns is continued below itself. Each part has the row
+    labels and, where these repeat, the columns of text after them that tell the rows apart.
     """
     if frame.columns.nlevels == 1:
         frame = join_intervals(frame, decimals)
@@ -162,8 +178,11 @@ def html_table(
         return f"<p>{html.escape(title)}: no data.</p>"
     frame = _with_levels(frame)
     corner = frame.index.names[1] or ""
+    keys = _key_columns(frame)
+    others = [column for column in frame.columns if column not in keys]
     tables = []
-    for columns in column_parts(list(frame.columns)):
+    for part in column_parts(others, MOST_COLUMNS - 1 - len(keys)):
+        columns = [*keys, *part]
         caption = title if not tables else f"{title}, continued"
         caption = f"<caption>{html.escape(caption)}</caption>" if title else ""
         head = _head(columns, corner)

@@ -166,9 +166,12 @@ def identified(
     n_boot = len(invariant.boot)
     contain = f"{what} contain the invariant block (R² above {CONTAINED:.0f} %)"
     exclude = f"{what} exclude {excluded} (R² below {EXCLUDED:.0f} %)"
+    above = figure(CONTAINED, n_boot)
+    below = figure(EXCLUDED, n_boot)
+    named = dict(against="threshold")
     return [
-        finding(f"{id}-invariant", contain, figure(CONTAINED, n_boot), 100 * invariant, +1),
-        finding(f"{id}-private", exclude, figure(EXCLUDED, n_boot), 100 * private, -1),
+        finding(f"{id}-invariant", contain, above, 100 * invariant, +1, **named),
+        finding(f"{id}-private", exclude, below, 100 * private, -1, **named),
     ]
 
 # %% ../../nbs/lib/paper/20e_identifiability.ipynb #1498ee86
@@ -202,7 +205,7 @@ def hard_identification_findings(r2: Mapping[tuple[str, int, str, str], Figure])
         if block != "invariant":
             continue
         data = "new pairs" if pairs == "new" else f"{int(pairs):,} pairs"
-        what = f"Private blocks made from z, {data}, {width} numbers: {tower} features"
+        what = f"Private blocks made from z, {data}, {width} components: {tower} features"
         own = r2[pairs, width, tower, _OWN]
         id = f"hard-{pairs}-{width}-{tower}"
         findings += identified(id, what, invariant, own, "the private block's own part")

@@ -16,7 +16,7 @@ import pandas as pd
 
 from ..core import CompvlError, notebook_number, pick
 from .claims import figure_text
-from .evidence import CLAIM_VERDICTS, TEST_COLUMNS, Store
+from .evidence import CLAIM_VERDICTS, TEST_COLUMNS, TEST_KINDS, Store
 from .profiles import PROFILES
 from .statements import STATEMENT_KINDS, Statement, join
 from .statements_cae import CAE
@@ -27,7 +27,7 @@ from ..stats import LARGER, NO_EFFECT, OPPOSITE, REPRODUCED, SMALLER, TOO_WIDE, 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #818bc7f1
 STATEMENTS = {statement.id: statement for statement in (*HP, *CAE, *TCL)}
 BY_CONSTRUCTION = STATEMENT_KINDS[2]
-_NUMBERS = "a b difference lo hi p n published seeds".split()
+_NUMBERS = "a b difference lo hi p n published sign seeds".split()
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _evidence_of(statement: Statement, store: Store, strict: bool):
             pieces = pieces.assign(seeds=test.seeds or store.seeds(test.stem))
         parts.append(pieces)
     if not parts:
-        return pd.DataFrame(columns=[*TEST_COLUMNS, "seeds"]), missing
+        return pd.DataFrame(columns=[*TEST_COLUMNS, *TEST_KINDS, "seeds"]), missing
     return pd.concat(parts, ignore_index=True), missing
 
 
@@ -127,37 +127,61 @@ def _texts(test, unit: str) -> tuple[str, str, str]:
     return tuple(difference_text(value, unit) for value in (test.difference, test.lo, test.hi))
 
 
-def measured_text(tests: pd.DataFrame, unit: str = "points") -> str:
+_EXPECTED = {1: " (expected above zero)", -1: " (expected below zero)", 0: " (expected equal)"}
+
+
+def _ranges(tests: pd.DataFrame, column: str, unit: str, name: str = "") -> str:
+    """The smallest and largest value of a column; '–' without one. `name`: of the unit.
+
+    Tests in another unit, and tests of which other signs are expected, are apart."""
+    tests = tests.dropna(subset=column).fillna({"unit": ""})
+    signs = tests.sign.dropna().unique()
+    texts = []
+    for (other_unit, sign), part in tests.groupby(["unit", "sign"], sort=False, dropna=False):
+        text = f"{_range(part[column], unit)} {other_unit or name}".strip()
+        if len(signs) > 1 and column == "difference":  # published ones have the sign
+            text += _EXPECTED.get(sign, "")
+        texts.append(text)
+    return "; ".join(texts) or "–"
+
+
+def measured_text(tests: pd.DataFrame, unit: str = "points", origin: str = "") -> str:
     """The difference with its interval; of several tests, the smallest and largest difference.
 
-    `tests`: columns difference, lo, hi. '–' without a test."""
+    Tests of which other signs are expected are apart, and those in another unit. `tests`: columns
+    difference, lo, hi, sign, unit. `origin`: of the statement. '–' without a test."""
     if tests.empty:
         return "–"
+    end = f" {origin}" if origin else ""
     if len(tests) > 1:
-        return _range(tests.difference, unit)
+        return _ranges(tests, "difference", unit) + end
     difference, lo, hi = _texts(tests.iloc[0], unit)
-    return f"{difference} [{lo}, {hi}]"
+    return f"{difference} [{lo}, {hi}]{end}"
 
 
 def published_text(tests: pd.DataFrame, unit: str = "points") -> str:
-    """The published difference, or the smallest and largest of several; '–' without one."""
-    published = tests.published.dropna()
-    return _range(published, unit) if len(published) else "–"
+    """The published difference, or the smallest and largest of several; '–' without one.
+
+    Tests of which other signs are expected are apart."""
+    return _ranges(tests, "published", unit)
 
 
-def _one_test(tests: pd.DataFrame, unit: str, published: str) -> str:
-    """The figures of a statement with one test."""
-    difference, lo, hi = _texts(tests.iloc[0], unit)
+def _one_test(tests: pd.DataFrame, statement: Statement, published: str) -> str:
+    """The values of a statement with one test."""
+    difference, lo, hi = _texts(tests.iloc[0], statement.unit)
     published = f", {published}" if published else ""
+    unit = f"{statement.unit} {statement.origin}".strip()
     return f"{difference} {unit} [{lo}, {hi}]{published}."
 
 
-def _several_tests(tests: pd.DataFrame, unit: str, published: str) -> str:
-    """The figures of a statement with several tests, and those that contradict it."""
+def _several_tests(tests: pd.DataFrame, statement: Statement, published: str) -> str:
+    """The values of a statement with several tests, and those that contradict it."""
     counted = [(verdict, int((tests.verdict == verdict).sum())) for verdict in CLAIM_VERDICTS[:-1]]
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counted if count)
     published = f" ({published})" if published else ""
-    text = f"Of {len(tests)} tests: {verdicts}; {_range(tests.difference, unit)} {unit}{published}."
+    ranges = _ranges(tests, "difference", statement.unit, statement.unit)
+    ranges = f"{ranges} {statement.origin}".strip()
+    text = f"Of {len(tests)} tests: {verdicts}; {ranges}{published}."
     against = tests[tests.verdict.isin([OPPOSITE, NO_EFFECT])].test.tolist()
     if against and len(against) <= 4 and len(against) < len(tests):
         text += f" Against it: {'; '.join(against)}."
@@ -187,7 +211,7 @@ def _needed(undecided: pd.DataFrame, width: pd.Series) -> tuple[str, pd.Series, 
     return "items", needed, undecided.n
 
 
-_SHOWN_SIZE = {"points": (1, "one point"), "nats": (0.1, "0.1 nats")}
+_SHOWN_SIZE = {"points": (1, "one point"), "percent": (1, "1 %"), "nats": (0.1, "0.1 nats")}
 _MOST_NAMED = 1_000_000  # items; a larger number of them says no more than that it is hopeless
 
 
@@ -207,13 +231,13 @@ def _needed_text(tests: pd.DataFrame, unit: str) -> str:
         subject = f"The test *{undecided.test[at]}*"
         unpublished = f"For the test *{undecided.test[at]}*, no size is published."
     if not is_published[at] and needed[at] <= there[at]:
-        return f"{unpublished} A difference of {name} would have shown."
+        return f"{unpublished} A difference of {name} would have been detected."
     number = f"about {np.ceil(needed[at]):,.0f} {things}, instead of {there[at]:,.0f}"
     if needed[at] > _MOST_NAMED:
         number = f"more than a million {things}"
     if is_published[at]:
         return f"{subject} would be decided with {number}."
-    return f"{unpublished} A difference of {name} would show with {number}."
+    return f"{unpublished} A difference of {name} would be detected with {number}."
 
 
 def evaluation_text(
@@ -230,11 +254,11 @@ def evaluation_text(
         numbers = " ".join(dict.fromkeys(found.missing))
         run = f"run `compvl reproduce {numbers} --profile {profile}`"
     if tests.empty:
-        return f"No data: {run or 'the notebook has no figure for it'}."
+        return f"No data: {run or 'the notebook has no value for it'}."
     theirs = published_text(tests, statement.unit)
     published = "" if theirs == "–" else f"published {theirs}"
-    figures = _one_test if len(tests) == 1 else _several_tests
-    parts = [figures(tests, statement.unit, published)]
+    values = _one_test if len(tests) == 1 else _several_tests
+    parts = [values(tests, statement, published)]
     if run:
         parts.append(f"Some tests have no data: {run}.")
     if found.verdict == TOO_WIDE:
@@ -296,7 +320,7 @@ def ledger_row(found: Evaluation, profile: str) -> dict:
         hi=tests.hi.max(),
         published=published.mean() if len(published) else np.nan,
         detectable=detectable(tests.lo, tests.hi).mean(),
-        measured=measured_text(tests, statement.unit),
+        measured=measured_text(tests, statement.unit, statement.origin),
         published_range=published_text(tests, statement.unit),
         unit=statement.unit,
         seeds=tests.seeds.max(),
@@ -318,15 +342,15 @@ def make_ledger(
     `published` and `detectable` are means over them, `lo` and `hi` the ends of their intervals
     together, and `measured` and `published_range` are texts (see `measured_text`). The columns
     named for verdicts count the tests, and `no_data` those without a table.
-    Evidence: id, kind, `TEST_COLUMNS`, seeds and `q` (see `discoveries`). A statement without data
-    is a row with the verdict *no data*. Raises CompvlError where a table that is there lacks a row
-    of a test.
+    Evidence: id, kind, `TEST_COLUMNS`, `TEST_KINDS`, seeds and `q` (see `discoveries`). A
+    statement without data is a row with the verdict *no data*. Raises CompvlError where a table
+    that is there lacks a row of a test.
     """
     if statements is None:
         statements = STATEMENTS.values()
     found = [evaluate_statement(statement, store) for statement in statements]
     ledger = pd.DataFrame([ledger_row(one, store.profile) for one in found], columns=LEDGER_COLUMNS)
-    columns = ["id", "kind", *TEST_COLUMNS, "seeds"]
+    columns = ["id", "kind", *TEST_COLUMNS, *TEST_KINDS, "seeds"]
     parts = []
     for one in found:
         if len(one.evidence):
@@ -371,7 +395,7 @@ _HEADS = {
 def paper_report(ledger: pd.DataFrame, paper: str) -> str:
     """What was found of a paper's statements, as Markdown.
 
-    The counts, and then all effects that were not reproduced, with their figures and the likely
+    The counts, and then all effects that were not reproduced, with their values and the likely
     reason, and the premises that do not hold.
     """
     rows = ledger[(ledger.paper == paper) & (ledger.kind == "effect")]
@@ -381,7 +405,7 @@ def paper_report(ledger: pd.DataFrame, paper: str) -> str:
     premises = ledger[(ledger.paper == paper) & (ledger.kind == "premise")]
     failed = premises[~premises.verdict.isin([REPRODUCED])]
     if len(premises):
-        lines.append(f"Of {len(premises)} premises, {len(premises) - len(failed)} are fulfilled.")
+        lines.append(f"Premises that are met: {len(premises) - len(failed)} of {len(premises)}.")
     for row in failed.itertuples():
         lines.append(f"- **{row.id}** ({row.where}) {row.claim}. *{row.verdict}*: {row.sentence}")
     for verdict, head in _HEADS.items():

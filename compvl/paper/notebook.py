@@ -58,16 +58,17 @@ def rows_of(wanted: RowsLike) -> list[Row]:
 
 # %% ../../nbs/lib/paper/20_notebook.ipynb #4e5b6358
 def _verdict_row(found: Evaluation) -> dict:
-    """A statement with its figures and verdict, as a notebook shows it."""
+    """A statement with its values and verdict, as a notebook shows it."""
+    statement = found.statement
     tests = found.tests
     return {
-        "id": found.statement.id,
-        "kind": found.statement.kind,
-        "statement": found.statement.text,
+        "id": statement.id,
+        "kind": statement.kind,
+        "statement": statement.text,
         "tests": len(tests),
-        "measured": measured_text(tests, found.statement.unit),
-        "published": published_text(tests, found.statement.unit),
-        "unit": found.statement.unit,
+        "measured": measured_text(tests, statement.unit, statement.origin),
+        "published": published_text(tests, statement.unit),
+        "unit": statement.unit,
         "seeds": f"{tests.seeds.max():.0f}" if tests.seeds.notna().any() else "–",
         "verdict": found.verdict,
     }
@@ -83,15 +84,18 @@ def _longer_cell(id: str, store: Store) -> str:
         return ""
     n_seeds = int(found.tests.seeds.max())
     seeds = f"{n_seeds} seed{'s' if n_seeds > 1 else ''}"
-    return f"{measured_text(found.tests, found.statement.unit)} ({seeds}): {found.verdict}"
+    statement = found.statement
+    measured = measured_text(found.tests, statement.unit, statement.origin)
+    return f"{measured} ({seeds}): {found.verdict}"
 
 
-_VERDICT_NOTE = """Measured: the difference with its 95 % interval; where a statement has several
-tests, the smallest and the largest difference. After longer training: the same, 3,000 steps long,
-for an effect whose models are all finetuned in the profile micro-full so far (pretrained models: on
-more items). With several seeds, intervals are over items and seeds, else over items. Verdicts are
-defined at the top of the notebook; 11_claims says how several tests make one verdict, and its table
-*evidence* has each test.
+_VERDICT_NOTE = """Measured: the difference with its 95 % interval, between models or, where the
+row says so, from a bound or from chance; where a statement has several tests, the smallest and the
+largest difference, apart for tests of which the paper expects another sign. After longer training:
+the same, 3,000 steps long, for an effect whose models are all finetuned in the profile micro-full
+so far (pretrained models: on more items). With several seeds, intervals are over items and seeds,
+else over items. Verdicts are defined at the top of the notebook; 11_claims says how several tests
+make one verdict, and its table *evidence* has each test.
 """.replace("\n", " ").strip()
 
 # %% ../../nbs/lib/paper/20_notebook.ipynb #db361bbc

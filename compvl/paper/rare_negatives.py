@@ -121,9 +121,9 @@ def rarity_finding(
 ) -> dict:
     """A figure of REPLACE where the new word is common, where it is rare, and the second − first.
 
-    `id, claim, a, b, difference, lo, hi, published, verdict`, as of `compvl.paper.estimates`. Rows
-    are paired by item; the two parts have different items. Raises KeyError for a row that is not
-    there."""
+    `id, claim, a, b, difference, lo, hi, published, verdict, against`, as of
+    `compvl.paper.estimates`. Rows are paired by item; the two parts have different items. Raises
+    KeyError for a row that is not there."""
     figure = ("replace", "macro", metric)
     found = carried(parts["common"], parts["rare"], (control, key), figure)
     return dict(
@@ -136,4 +136,5 @@ def rarity_finding(
         hi=found["hi"],
         published=float("nan"),
         verdict=verdict(found["lo"], found["hi"], sign),
+        against="common words",
     )

@@ -220,6 +220,7 @@ def ratio_effect(
 
 # %% ../../nbs/lib/paper/19c_ratios.ipynb #ac09e0c2
 _TICKS = {"0": 0, "⅛": 1 / 8, "¼": 1 / 4, "½": 1 / 2, "1": 1, "2": 2, "4": 4, "8": 8, "∞": np.inf}
+_FEWEST_TICKS = 4  # of an axis
 
 
 def _position(ratio, is_quotient: bool):
@@ -228,15 +229,20 @@ def _position(ratio, is_quotient: bool):
 
 
 def _set_ratio_axis(ax, is_quotient: bool):
-    """Ticks inside the limits of the x axis, and a line where both kinds count the same."""
+    """Ticks inside the limits of the x axis, which are widened to have enough of them.
+
+    A line stands where both kinds count the same."""
     low, high = ax.get_xlim()
     if is_quotient:
-        ticks = {}
-        for text, ratio in _TICKS.items():
-            position = _position(ratio, is_quotient)
-            if low - 0.02 <= position <= high + 0.02:
-                ticks[text] = position
-        ax.set_xticks(list(ticks.values()), list(ticks))
+        places = {text: _position(ratio, is_quotient) for text, ratio in _TICKS.items()}
+        outside = {text: max(low - at, at - high, 0) for text, at in places.items()}
+        inside = [text for text in places if outside[text] <= 0.02]
+        if len(inside) < _FEWEST_TICKS:  # or else points would have a place without a scale
+            inside = sorted(places, key=outside.get)[:_FEWEST_TICKS]
+        ticks = [places[text] for text in inside]
+        ax.set_xticks(ticks, inside)
+        low = min(low, *ticks)
+        high = max(high, *ticks)
     ax.axvline(0.5 if is_quotient else 0, color="#dddddd", lw=1, zorder=0)
     ax.set_xlim(low, high)
 

@@ -29,7 +29,7 @@ from compvl.paper.columns import (
     ZERO_SHOT,
     Column,
 )
-from .evidence import CLAIM_VERDICTS, TEST_COLUMNS, Store
+from .evidence import CLAIM_VERDICTS, TEST_COLUMNS, TEST_KINDS, Store
 from .published import published_cells
 from .results import Results
 from compvl.paper.table_rows import (
@@ -96,7 +96,7 @@ _LOSS_AT = {  # benchmark -> the group over all of it
 
 
 def loss_of(keys: Iterable[str], benchmark: str) -> Terms:
-    """Terms of the mean loss of rows by hard positives: original minus augmented accuracy."""
+    """Terms of the mean drop of rows with hard positives: original minus augmented accuracy."""
     keys = list(keys)
     group = _LOSS_AT[benchmark]
     before = mean_of(keys, [(benchmark, group, "orig_acc")])
@@ -186,14 +186,14 @@ class Contrast:
         if table is None:
             return None
         row = _row(table, dict(test=self.test), self.stem)
-        record = row.to_dict() | dict(published=published, verdict="no data")
+        record = row.to_dict() | dict(published=published, verdict="no data", sign=sign)
         if self.bound:
             from_bound = {name: row[name] - self.bound for name in ("difference", "lo", "hi")}
             test = f"{self.test}, from {figure_text(self.bound, 1)}"
             record |= from_bound | dict(test=test, p=np.nan)
         if not np.isnan(row.difference):
             record["verdict"] = verdict(record["lo"], record["hi"], sign, abs(published))
-        return pd.DataFrame([record], columns=[*TEST_COLUMNS, "seeds"])
+        return pd.DataFrame([record], columns=[*TEST_COLUMNS, *TEST_KINDS, "seeds"])
 
 
 def _matching(table: pd.DataFrame, where: Mapping) -> pd.DataFrame:
@@ -251,6 +251,7 @@ class Stored:
     scale: float = 1.0
     stated: float = np.nan  # the published difference
     seeds: int | None = None  # where they are not those of the notebook
+    unit: str = ""  # where it is not that of the statement
 
     def pieces(self, store: Store) -> pd.DataFrame | None:
         """The evidence, or None. Raises CompvlError where the table has not one such row."""
@@ -262,9 +263,9 @@ class Stored:
         outcome = "no data"
         if not np.isnan(difference):
             outcome = verdict(lo, hi, self.sign, abs(self.stated))
-        numbers = dict(difference=difference, lo=lo, hi=hi, published=self.stated)
-        evidence = pd.DataFrame([dict(test=self.test, **numbers, n=row.get("n"), verdict=outcome)])
-        return evidence.reindex(columns=TEST_COLUMNS)
+        found = dict(test=self.test, difference=difference, lo=lo, hi=hi, n=row.get("n"))
+        found |= dict(published=self.stated, verdict=outcome, sign=self.sign, unit=self.unit)
+        return pd.DataFrame([found], columns=[*TEST_COLUMNS, *TEST_KINDS])
 
 # %% ../../nbs/lib/paper/18a_statements.ipynb #b8ea11cc
 @dataclass(frozen=True)
@@ -288,7 +289,8 @@ class Findings:
             names = ", ".join(map(repr, close))
             raise CompvlError(f"{self.stem}.csv has no finding {unknown[0]!r}; closest: {names}")
         chosen = table[table.id.isin(self.ids)]
-        return chosen.rename(columns={"claim": "test"}).reindex(columns=TEST_COLUMNS)
+        chosen = chosen.rename(columns={"claim": "test"})
+        return chosen.reindex(columns=[*TEST_COLUMNS, *TEST_KINDS])
 
 # %% ../../nbs/lib/paper/18a_statements.ipynb #8477646f
 STATEMENT_KINDS = ("effect", "premise", "by construction")
@@ -305,9 +307,11 @@ class Statement:
     tests: tuple[Contrast | Stored | Findings, ...] = ()
     rule: str = "all"  # all or most
     kind: str = "effect"  # one of `STATEMENT_KINDS`
-    # of differences: points (of percent), nats, or hundredths (of a cosine, an attribution, a
-    # correlation, a share)
+    # of differences: points (of percent), percent (of a ratio), nats, or hundredths (of a cosine,
+    # an attribution, a correlation)
     unit: str = "points"
+    # where differences are not those from another model or value: 'from chance'
+    origin: str = ""
     why: str = ""  # the likely reason, in the microworld, of any verdict but *reproduced*
     ours: bool = False  # whether the paper does not report it: we ask it beside a statement of it
 

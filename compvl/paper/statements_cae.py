@@ -96,9 +96,10 @@ def _more_even(method: str, kind: str) -> Stored:
     """That L_attr lowers the attribution of objects beyond another kind of token."""
     label = ROWS[f"cae-{method}"].label
     where = dict(model=label, attribution=method, kind=kind)
-    scale = 1.0 if method == "perturbation" else 100.0  # a difference of logits is no share
     test = f"{label} − CLIP-FT, object − {kind}, {method}"
-    return Stored("05_attribution_changes", test, where, -1, scale=scale)
+    # a difference of logits is no share
+    kept = dict(unit="logits") if method == "perturbation" else dict(scale=100.0)
+    return Stored("05_attribution_changes", test, where, -1, **kept)
 
 
 def _right_by_relations(method: str) -> Stored:
@@ -139,7 +140,7 @@ _ATTRIBUTION = [
                 seeds=1,
             ),
         ),
-        unit="hundredths",
+        unit="percent",
     ),
     Statement(
         "CAE2",
@@ -148,7 +149,7 @@ _ATTRIBUTION = [
         "the ratio of the two, minus one)",
         "objects before relations, others",
         tuple(_objects_first(method, "relation") for method in ATTRIBUTIONS if method != "gradcam"),
-        unit="hundredths",
+        unit="percent",
     ),
     Statement(
         "CAE3",
@@ -156,7 +157,7 @@ _ATTRIBUTION = [
         "Objects receive more than attributes (here: the ratio of the two, minus one)",
         "objects before attributes",
         tuple(_objects_first(method, "attribute") for method in ATTRIBUTIONS),
-        unit="hundredths",
+        unit="percent",
     ),
     Statement(
         "CAE4",
@@ -169,7 +170,7 @@ _ATTRIBUTION = [
             for kind, method in product(("relation", "attribute"), ATTRIBUTIONS)
         ),
         kind="premise",
-        unit="hundredths (by perturbation: logits)",
+        unit="hundredths",
         why=(
             "L_attr compares objects with the mean of relations and attributes together, and says "
             "nothing of relations alone."
@@ -186,7 +187,7 @@ _ATTRIBUTION = [
             _objects_first(method, kind, ROWS["hn"].label)
             for kind, method in product(("relation", "attribute"), ATTRIBUTIONS)
         ),
-        unit="hundredths",
+        unit="percent",
     ),
     Statement(
         "CAE45",

@@ -107,7 +107,7 @@ _SECTION_4 = [
         "Table 1",
         "With hard positives, CLIP loses 14.9 points of accuracy on REPLACE and 10.9 on SWAP "
         "(12.9 on average)",
-        "CLIP loses by hard positives",
+        "hard positives: drop of CLIP",
         tuple(
             Contrast(
                 _TABLE1,
@@ -124,20 +124,20 @@ _SECTION_4 = [
         "HP2",
         "Section 4.2",
         "With hard positives, every model loses accuracy",
-        "every model loses by hard positives",
+        "hard positives: drop of every model",
         kind="by construction",
     ),
     Statement(
         "HP3",
         "Section 4.2",
-        "Finetuned on hard negatives, models lose more by hard positives than CLIP does, on "
-        "average over the seven models of other groups (24.4 instead of 14.9 points on REPLACE, "
-        "12.5 instead of 10.9 on SWAP)",
-        "hard negatives: larger loss",
+        "Finetuned on hard negatives, models lose more accuracy when hard positives are added "
+        "than CLIP does, on average over the seven models of other groups (24.4 instead of 14.9 "
+        "points on REPLACE, 12.5 instead of 10.9 on SWAP)",
+        "hard negatives: larger drop",
         tuple(
             Contrast(
                 _TABLE1,
-                f"loss by hard positives, mean of seven models − CLIP, {on.upper()}",
+                f"accuracy drop with hard positives, mean of seven models − CLIP, {on.upper()}",
                 minus(loss_of(_OTHERS, on), loss_of(("clip",), on)),
                 paper="hard_positives_table1",
             )
@@ -174,7 +174,7 @@ _SECTION_4 = [
         "HP7",
         "Section 4.2",
         "On each kind of hard positive, the models whose hard negatives were of that kind are the "
-        "most brittle (here: on average, beside the models of the other kind)",
+        "most brittle (here: on average, relative to the models of the other kind)",
         "most brittle on the kind seen",
         (
             _mean_change(
@@ -327,28 +327,28 @@ _SECTION_5 = [
     Statement(
         "HP20",
         "Section 5.2",
-        "Hard positives beside hard negatives lower brittleness on REPLACE",
+        "Hard positives added to hard negatives lower brittleness on REPLACE",
         "hard positives: brittleness, REPLACE",
         (_change("hp+hn", "hn", _BRITTLENESS["replace"]),),
     ),
     Statement(
         "HP21",
         "Section 5.2",
-        "Hard positives beside hard negatives lower brittleness on SWAP",
+        "Hard positives added to hard negatives lower brittleness on SWAP",
         "hard positives: brittleness, SWAP",
         (_change("hp+hn", "hn", _BRITTLENESS["swap"]),),
     ),
     Statement(
         "HP22",
         "Section 5.2",
-        "Hard positives beside hard negatives raise augmented accuracy on REPLACE",
+        "Hard positives added to hard negatives raise augmented accuracy on REPLACE",
         "hard positives: augmented, REPLACE",
         (_change("hp+hn", "hn", _AUGMENTED["replace"]),),
     ),
     Statement(
         "HP23",
         "Section 5.2",
-        "Hard positives beside hard negatives raise augmented accuracy on SWAP (by 0.6 points)",
+        "Hard positives added to hard negatives raise augmented accuracy on SWAP (by 0.6 points)",
         "hard positives: augmented, SWAP",
         (_change("hp+hn", "hn", _AUGMENTED["swap"]),),
     ),
@@ -464,7 +464,7 @@ _SECTION_5_3 = [
         "HP35",
         "Section 5.3",
         "Trained on hard positives alone, a model performs poorly (here: by Table 3, its original "
-        "accuracy on REPLACE is below CLIP's, and it is more brittle on SWAP; its other figures "
+        "accuracy on REPLACE is below CLIP's, and it is more brittle on SWAP; its other values "
         "are better than CLIP's)",
         "without HN: behind CLIP",
         (
@@ -512,7 +512,7 @@ _APPENDIX_B = [
         "HP36",
         "Appendix B, Table 7",
         "Models are worse on relations than on attributes: CLIP, and the models of other groups "
-        "on average (here: in each of the three figures of Table 7; HP63 has HP+HN)",
+        "on average (here: in each of the three metrics of Table 7; HP63 has HP+HN)",
         "relations harder than attributes",
         (
             *_relations_harder(("clip",), "CLIP"),
@@ -522,13 +522,13 @@ _APPENDIX_B = [
     Statement(
         "HP37",
         "Appendix B",
-        "On REPLACE's attributes, HP+HN loses 6.7 points by hard positives, and the models of "
-        "other groups lose 24.7 on average",
-        "HP+HN: small loss on attributes",
+        "On REPLACE's attributes, HP+HN loses 6.7 points when hard positives are added, and the "
+        "models of other groups lose 24.7 on average",
+        "HP+HN: small drop on attributes",
         (
             Contrast(
                 _TABLE1,
-                "loss on attributes, HP+HN − mean of seven models",
+                "accuracy drop on attributes, HP+HN − mean of seven models",
                 minus(
                     loss_of(("hp+hn",), "replace-attributes"),
                     loss_of(_OTHERS, "replace-attributes"),
@@ -565,8 +565,9 @@ _APPENDIX_B = [
     Statement(
         "HP40",
         "Appendix B, Table 8",
-        "Pretraining on DataComp seems to hurt, on REPLACE more than on SWAP (here: in original "
-        "and in augmented accuracy, and more in the latter)",
+        "Pretraining on DataComp seems to hurt, on REPLACE more than on SWAP (here: it lowers "
+        "original and augmented accuracy on both, and augmented accuracy more on REPLACE than on "
+        "SWAP)",
         "DataComp hurts",
         (
             *_both_accuracies("datacomp", -1),
@@ -629,7 +630,7 @@ def _standard_mean(than: str, **options) -> Contrast:
     """The mean over six figures of Table 10, of HP+HN minus another row."""
     columns = [*_CLASSIFICATION, *_RECALL]
     terms = minus(mean_of(("hp+hn",), columns), mean_of((than,), columns))
-    test = f"HP+HN − {_LABELS[than]}, mean of six figures"
+    test = f"HP+HN − {_LABELS[than]}, mean of six metrics"
     options = {"paper": "hard_positives_table10"} | options
     return Contrast(_TABLE10, test, terms, **options)
 
@@ -670,17 +671,18 @@ _APPENDIX_E = [
     Statement(
         "HP48",
         "Appendix E",
-        "Hard positives beside hard negatives maintain performance on standard tasks (here: none "
-        "of six figures of Table 10 is more than 1 point below HN's)",
+        "Hard positives added to hard negatives maintain performance on standard tasks (here: none "
+        "of six metrics of Table 10 is more than 1 point below HN's)",
         "hard positives keep standard tasks",
         _maintained("hn", _TOLERANCE),
         kind="premise",
+        origin="from the bound",
     ),
     Statement(
         "HP83",
         "Appendix E",
-        "Hard positives beside hard negatives maintain performance on standard tasks or even "
-        "improve it (here: its mean over six figures of Table 10 rises from HN's, there by 0.3 "
+        "Hard positives added to hard negatives maintain performance on standard tasks or even "
+        "improve it (here: its mean over six metrics of Table 10 rises from HN's, there by 0.3 "
         "points; HP48 has the former)",
         "hard positives improve standard tasks",
         (_standard_mean("hn"),),
@@ -695,10 +697,10 @@ def _against_control(column: Column, test: str, keys: tuple[str, ...], **options
 
 
 def _larger_loss(keys: tuple[str, ...], name: str, on: str) -> Contrast:
-    """The mean loss of rows by hard positives, minus that of CLIP-COCO."""
+    """The mean drop of rows with hard positives, minus that of CLIP-COCO."""
     return Contrast(
         _TABLE1,
-        f"loss by hard positives, {name} − CLIP-COCO, {on.upper()}",
+        f"accuracy drop with hard positives, {name} − CLIP-COCO, {on.upper()}",
         minus(loss_of(keys, on), loss_of(_CONTROL[:1], on)),
         paper="hard_positives_table1",
         stand_in=_CONTROL,
@@ -709,9 +711,9 @@ _CONTROLLED = [
     Statement(
         "HP49",
         f"Section 4.2, {_THAN_CONTROL}",
-        "Finetuned on hard negatives, models lose more by hard positives than CLIP-COCO does, on "
-        "average over the seven models (HP3)",
-        "hard negatives: larger loss, control",
+        "Finetuned on hard negatives, models lose more accuracy when hard positives are added "
+        "than CLIP-COCO does, on average over the seven models (HP3)",
+        "hard negatives: larger drop, control",
         tuple(_larger_loss(_OTHERS, "mean of seven models", on) for on in _ON_BOTH),
         ours=True,
     ),
@@ -807,7 +809,8 @@ _CONTROLLED = [
     Statement(
         "HP70",
         f"Section 4.2, {_THAN_CONTROL}",
-        "DAC-LLM loses more by hard positives on REPLACE than CLIP-COCO does (HP56)",
+        "DAC-LLM loses more accuracy on REPLACE when hard positives are added than CLIP-COCO does "
+        "(HP56)",
         "DAC-LLM loses more, control",
         (_larger_loss(("dac-llm",), "DAC-LLM", "replace"),),
         ours=True,
@@ -918,7 +921,7 @@ _MORE = [
         "Section 4.2",
         "As much as 39 points of performance on hard-negative benchmarks are misleading: with hard "
         "positives, DAC-LLM loses 38.7 points of accuracy on REPLACE",
-        "DAC-LLM's loss by hard positives",
+        "hard positives: drop of DAC-LLM",
         (
             Contrast(
                 _TABLE1,
@@ -936,12 +939,13 @@ _MORE = [
         "HP56",
         "Section 4.2",
         "As much as 39 points of performance on hard-negative benchmarks are misleading: of CLIP "
-        "and the seven models, DAC-LLM loses most by hard positives on REPLACE (HP81: how much)",
+        "and the seven models, DAC-LLM loses most when hard positives are added to REPLACE (HP81: "
+        "how much)",
         "DAC-LLM loses most",
         tuple(
             Contrast(
                 _TABLE1,
-                f"loss by hard positives, DAC-LLM − {_LABELS[key]}, REPLACE",
+                f"accuracy drop with hard positives, DAC-LLM − {_LABELS[key]}, REPLACE",
                 minus(loss_of(("dac-llm",), "replace"), loss_of((key,), "replace")),
                 paper="hard_positives_table1",
             )
@@ -953,7 +957,7 @@ _MORE = [
         "HP57",
         "Section 4.2",
         "Models trained with positives that are not hard usually do much worse than those trained "
-        "on hard negatives alone (here: the two figures in which Table 1 shows more than a point, "
+        "on hard negatives alone (here: the two metrics in which Table 1 shows more than a point, "
         "brittleness on REPLACE and augmented accuracy on SWAP; there, augmented accuracy on "
         "REPLACE is 0.3 points lower, and brittleness on SWAP is lower as well)",
         "positives that are not hard",
@@ -1022,7 +1026,7 @@ _MORE = [
     Statement(
         "HP63",
         "Appendix B",
-        "HP+HN, too, is worse on relations than on attributes (here: in each of the three figures "
+        "HP+HN, too, is worse on relations than on attributes (here: in each of the three metrics "
         "of Table 7)",
         "HP+HN: attributes easier",
         tuple(_relations_harder(("hp+hn",), "HP+HN")),
@@ -1074,6 +1078,7 @@ _MORE = [
         "gain in original accuracy)",
         "HP+HN retains most of HN's gain",
         tuple(_retained(on) for on in _ON_BOTH),
+        origin="from half of HN's gain",
     ),
     Statement(
         "HP75",
@@ -1116,12 +1121,13 @@ _MORE = [
     Statement(
         "HP77",
         "Appendix E, Table 10",
-        "Beside finetuning on captions alone, HP+HN largely maintains performance on standard "
-        "tasks (here: none of six figures of Table 10 is more than 3.33 points below CLIP-COCO's, "
-        "the largest loss there)",
+        "Compared with finetuning on captions alone, HP+HN largely maintains performance on "
+        "standard tasks (here: none of six metrics of Table 10 is more than 3.33 points below "
+        "CLIP-COCO's, the largest loss there)",
         "HP+HN against captions, standard tasks",
         _maintained("clip-coco", -3.33),
         kind="premise",
+        origin="from the bound",
     ),
     Statement(
         "HP79",
@@ -1137,15 +1143,16 @@ _MORE = [
         "HP80",
         "Section 5.2, Table 10",
         "HP+HN does not lose overall performance on standard tasks (here: its mean over six "
-        "figures of Table 10 is not more than 1 point below CLIP's)",
+        "metrics of Table 10 is not more than 1 point below CLIP's)",
         "HP+HN: standard tasks overall",
         (_standard_mean("clip", paper="", sign=1, bound=_TOLERANCE),),
         kind="premise",
+        origin="from the bound",
     ),
     Statement(
         "HP82",
         "Table 10",
-        "HP+HN gains on standard tasks overall (here: its mean over six figures of Table 10 rises "
+        "HP+HN gains on standard tasks overall (here: its mean over six metrics of Table 10 rises "
         "from CLIP's, as its gain in retrieval there is larger than its loss in classification)",
         "HP+HN: standard tasks, mean",
         (_standard_mean("clip"),),
@@ -1171,13 +1178,13 @@ _MORE = [
     Statement(
         "HP86",
         "Appendix B",
-        "HP+HN loses more by hard positives on relations than on attributes (by Table 1 and the "
-        "6.7 points of Appendix B, 8.6 points more)",
-        "HP+HN: larger loss on relations",
+        "HP+HN loses more accuracy on relations than on attributes when hard positives are added "
+        "(by Table 1 and the 6.7 points of Appendix B, 8.6 points more)",
+        "HP+HN: larger drop on relations",
         (
             Contrast(
                 _TABLE1,
-                "HP+HN: loss by hard positives, relations − attributes",
+                "HP+HN: accuracy drop with hard positives, relations − attributes",
                 minus(
                     loss_of(("hp+hn",), "replace-relations"),
                     loss_of(("hp+hn",), "replace-attributes"),

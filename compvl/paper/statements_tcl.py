@@ -75,7 +75,7 @@ TCL = [
         "differences are those from these bounds)",
         "invariant block identified, sentences",
         (Findings(_CAUSAL, _identified("sentence")),),
-        unit="hundredths",
+        origin="from the bounds",
     ),
     Statement(
         "TCL2",
@@ -84,7 +84,7 @@ TCL = [
         "generated token by token (by the same bounds)",
         "invariant block identified, tokens",
         (Findings(_CAUSAL, _identified("tokens")),),
-        unit="hundredths",
+        origin="from the bounds",
     ),
     _same_loss(3, "SWAP"),
     _same_loss(4, "REPLACE"),
@@ -95,14 +95,15 @@ TCL = [
     Statement(
         "TCL9",
         "text, results",
-        "So trained CLIP may be near the blind encoders (here: nearer than to the true-optimal "
-        "ones, by its accuracy, and less sensitive to the edit than these, by its text features; "
-        "these read other captions, of five words)",
+        "A CLIP trained in this way may be close to the blind encoders (here: nearer than to the "
+        "true-optimal ones, by its accuracy, and less sensitive to the edit than these, by its "
+        "text features; these read other captions, of five words)",
         "CLIP is near the blind encoders",
         (
             Findings(_CAUSAL, _of_operators("clip-{}-near-blind"), any_of=True),
             Findings(_CAUSAL, _of_operators("clip-{}-insensitive"), any_of=True),
         ),
+        origin="(accuracy: from 50 %)",
         ours=True,
     ),
     Statement(
@@ -170,18 +171,21 @@ TCL = [
         "hyperplane sorts held-out images from texts)",
         "there is a modality gap",
         (Findings(_CAUSAL, ("clip-modality-gap",), seeds=1),),
+        origin="from chance",
         kind="premise",
     ),
     Statement(
         "TCL15",
         "Theorems 7–9 (beside them)",
         "A text tower of CLIP that is trained to be blind to SWAP, REPLACE or ADD reaches the "
-        "held-out contrastive loss of one that is not (to 0.1 nats), where that one has learned",
+        "held-out contrastive loss of one that is not (within 0.1 nats), where that one has "
+        "learned",
         "trained blind: same loss",
         (
             Findings(f"{_READERS}_loss_findings", _of_operators("trained-{}-same-loss")),
             Findings(f"{_READERS}_loss_findings", _of_operators("trained-{}-learned")),
         ),
+        origin="(learned: from half the loss of an uninformed tower)",
         unit="nats",
         ours=True,
     ),
@@ -206,6 +210,7 @@ TCL = [
             Findings(f"{_READERS}_findings", _of_operators("free-{}-reads")),
         ),
         "most",
+        origin="from chance",
         ours=True,
     ),
     Statement(
@@ -216,17 +221,17 @@ TCL = [
         "of what is a private block's own)",
         "invariant block identified, hard case",
         (Findings(_HARD, _identified("hard-new-6") + _identified("hard-1000-6")),),
-        unit="hundredths",
+        origin="from the bounds",
         ours=True,
     ),
     Statement(
         "TCL19",
         "Theorem 5 (beside it)",
-        "With features of more dimensions than the invariant block (11 instead of 5), they "
-        "identify it and nothing else as well",
+        "With features of more dimensions than the invariant block (11 instead of 5), they, "
+        "too, identify it and nothing else",
         "invariant block identified, wide features",
         (Findings(_HARD, _identified("hard-new-12") + _identified("hard-1000-12")),),
-        unit="hundredths",
+        origin="from the bounds",
         why="Features that have room left perhaps encode what tells training pairs apart.",
         ours=True,
     ),

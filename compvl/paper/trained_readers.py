@@ -251,10 +251,11 @@ def _loss_findings(operator: str, plain, blind, batch: int, n_boot: int) -> list
         f"{operator}: the plain tower has learned (half the loss of an uninformed one, or less)"
     )
     id = f"trained-{operator.lower()}"
-    same_loss = finding(f"{id}-same-loss", same, of_plain, of_blind, within=SAME_LOSS)
+    named = dict(against="plain tower")
+    same_loss = finding(f"{id}-same-loss", same, of_plain, of_blind, within=SAME_LOSS, **named)
     return [
         _on_blindness(same_loss, blind, n_boot),
-        finding(f"{id}-learned", learned, half_uninformed, of_plain, -1),
+        finding(f"{id}-learned", learned, half_uninformed, of_plain, -1, against="threshold"),
     ]
 
 
@@ -267,11 +268,13 @@ def _reading_findings(operator: str, plain, blind, free, n_boot: int) -> list[di
     reads = f"{operator}: micro-CLIP's text tower, unconstrained, learns to read (above chance)"
     free_reads = f"{operator}: a perceptron on the whole caption, unconstrained, learns to read"
     name = operator.lower()
-    accuracies_apart = finding(f"trained-{name}-apart", apart, accuracy, of_blind, -1)
+    named = dict(against="plain tower")
+    accuracies_apart = finding(f"trained-{name}-apart", apart, accuracy, of_blind, -1, **named)
+    named = dict(against="chance")
     return [
         _on_blindness(accuracies_apart, blind, n_boot),
-        finding(f"trained-{name}-reads", reads, chance, accuracy, +1),
-        finding(f"free-{name}-reads", free_reads, chance, figure(free, n_boot), +1),
+        finding(f"trained-{name}-reads", reads, chance, accuracy, +1, **named),
+        finding(f"free-{name}-reads", free_reads, chance, figure(free, n_boot), +1, **named),
     ]
 
 
