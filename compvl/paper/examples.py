@@ -154,9 +154,11 @@ def examples_of_table(
     return of_figures
 
 # %% ../../nbs/lib/paper/11e_examples.ipynb #25edd152
-def _is_right(res: Results, key: str, seed: int, benchmark: str) -> np.ndarray:
-    """Whether a row is right on each item of a pair benchmark, bool [items]."""
-    return res.outcome(key, seed, benchmark)["accuracy"].to_numpy()
+def _is_right(
+    res: Results, key: str, seed: int, benchmark: str, metric: str = "accuracy"
+) -> np.ndarray:
+    """Whether a row is right on each item of a benchmark, by a metric of its task, bool [items]."""
+    return res.outcome(key, seed, benchmark)[metric].to_numpy()
 
 
 def turned(
@@ -186,9 +188,12 @@ def turned(
     return [items[id] for id in drawn], len(ids)
 
 
-def turned_counts(res: Results, benchmark: str, before: str, after: str) -> pd.DataFrame:
-    """How many items of a pair benchmark turned from one row to another, by training seed.
+def turned_counts(
+    res: Results, benchmark: str, before: str, after: str, metric: str = "accuracy"
+) -> pd.DataFrame:
+    """How many items of a benchmark turned from one row to another, by training seed.
 
+    `metric`: by which an item is right, such as aug_acc where items have three texts.
     A row for each seed that both rows have: `seed`, `to right`, `to wrong`, `items`. Empty where a
     row or the benchmark is not there."""
     columns = ["seed", "to right", "to wrong", "items"]
@@ -197,8 +202,8 @@ def turned_counts(res: Results, benchmark: str, before: str, after: str) -> pd.D
     rows = []
     for seed in res.scores[after]:
         if seed in res.scores[before]:
-            was_right = _is_right(res, before, seed, benchmark)
-            is_right = _is_right(res, after, seed, benchmark)
+            was_right = _is_right(res, before, seed, benchmark, metric)
+            is_right = _is_right(res, after, seed, benchmark, metric)
             to_right = (is_right & ~was_right).sum()
             to_wrong = (was_right & ~is_right).sum()
             rows.append((seed, to_right, to_wrong, len(is_right)))

@@ -18,14 +18,14 @@ from ..core import CompvlError, notebook_number, pick
 from .claims import figure_text
 from .evidence import CLAIM_VERDICTS, TEST_COLUMNS, TEST_KINDS, Store
 from .profiles import PROFILES
-from .statements import STATEMENT_KINDS, Statement, join
+from .statements import STATEMENT_KINDS, Statement, join, without_rounded
 from .statements_cae import CAE
 from .statements_hp import HP
 from .statements_tcl import TCL
 from ..stats import LARGER, NO_EFFECT, OPPOSITE, REPRODUCED, SMALLER, TOO_WIDE, detectable
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #818bc7f1
-STATEMENTS = {statement.id: statement for statement in (*HP, *CAE, *TCL)}
+STATEMENTS = {statement.id: without_rounded(statement) for statement in (*HP, *CAE, *TCL)}
 BY_CONSTRUCTION = STATEMENT_KINDS[2]
 _NUMBERS = "a b difference lo hi p n published sign seeds".split()
 
