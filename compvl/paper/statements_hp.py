@@ -29,7 +29,7 @@ _TABLE10 = "03_standard_zeroshot"
 _TABLE8 = "04_other_models"
 _LABELS = {row.key: row.label for row in (*HP_TABLE1, *HP_TABLE3, *HP_TABLE8)}
 
-# The models of other groups, all of them, and by the kind of their hard negatives
+# The seven earlier models, all of them, and by the kind of their hard negatives
 _OTHERS = tuple(row.key for row in OTHER_GROUPS)
 _BY_SWAP = _OTHERS[:2]
 _BY_REPLACE = _OTHERS[2:]
@@ -131,7 +131,7 @@ _SECTION_4 = [
         "HP3",
         "Section 4.2",
         "Finetuned on hard negatives, models lose more accuracy when hard positives are added "
-        "than CLIP does, on average over the seven models of other groups (24.4 instead of 14.9 "
+        "than CLIP does, on average over the seven earlier models (24.4 instead of 14.9 "
         "points on REPLACE, 12.5 instead of 10.9 on SWAP)",
         "hard negatives: larger drop",
         tuple(
@@ -515,7 +515,7 @@ _APPENDIX_B = [
     Statement(
         "HP36",
         "Appendix B, Table 7",
-        "Models are worse on relations than on attributes: CLIP, and the models of other groups "
+        "Models are worse on relations than on attributes: CLIP, and the seven earlier models "
         "on average (here: in each of the three metrics of Table 7; HP63 has HP+HN)",
         "relations harder than attributes",
         (
@@ -527,7 +527,7 @@ _APPENDIX_B = [
         "HP37",
         "Appendix B",
         "On REPLACE's attributes, HP+HN loses 6.7 points when hard positives are added, and the "
-        "models of other groups lose 24.7 on average",
+        "seven earlier models lose 24.7 on average",
         "HP+HN: small drop on attributes",
         (
             Contrast(
