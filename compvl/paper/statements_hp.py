@@ -278,7 +278,7 @@ _SCORES = [
     Statement(
         "HP78",
         "Section 4.2",
-        "Hard negatives lower the score of the caption in every model of other groups, on both "
+        "Hard negatives lower the score of the caption in every earlier model, on both "
         "benchmarks (HP11 has the mean; CREPE-Swap's on REPLACE falls by no more than the rounding "
         "of Table 9, and is left out)",
         "hard negatives lower s(c), each model",
@@ -373,14 +373,14 @@ _SECTION_5 = [
     Statement(
         "HP26",
         "Section 5.2",
-        "On REPLACE, HP+HN is ahead of every model of other groups in augmented accuracy",
+        "On REPLACE, HP+HN is ahead of every earlier model in augmented accuracy",
         "HP+HN ahead on REPLACE: accuracy",
         tuple(_change("hp+hn", key, _AUGMENTED["replace"]) for key in _OTHERS),
     ),
     Statement(
         "HP27",
         "Section 5.2",
-        "On REPLACE, HP+HN is less brittle than every model of other groups",
+        "On REPLACE, HP+HN is less brittle than every earlier model",
         "HP+HN ahead on REPLACE: brittleness",
         tuple(_change("hp+hn", key, _BRITTLENESS["replace"]) for key in _OTHERS),
     ),
@@ -1053,7 +1053,7 @@ _MORE = [
     Statement(
         "HP64",
         "Appendix D.2",
-        "HP+HN lowers the score of the caption less than each model of other groups but CREPE-Swap",
+        "HP+HN lowers the score of the caption less than each earlier model but CREPE-Swap",
         "HP+HN lowers s(c) less than each",
         tuple(
             _change("hp+hn", key, column, paper="hard_positives_table9", scale=100.0)
