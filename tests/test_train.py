@@ -13,6 +13,7 @@ import pytest
 import torch
 from open_clip import image_transform
 from PIL import Image
+from torch import nn
 
 from compvl.core import CompvlError
 from compvl.data.loading import load_train_data
@@ -382,6 +383,51 @@ def test_photographs_are_resized_as_by_a_wrapped_model(tmp_path):
         open_parts(config, "cpu", model=own)
     chosen = dict(files, resize_mode="shortest", interpolation="bicubic")
     open_parts(replace(config, data_options=chosen), "cpu", model=own)
+
+
+class WithHead(nn.Module):
+    """micro-CLIP with a layer that its features do not use, as a head of another loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = create_model("micro-clip", device="cpu").clip
+        self.logit_scale = self.network.logit_scale
+        self.head = nn.Linear(4, 4)
+
+    def encode_image(self, images):
+        return self.network.encode_image(images)
+
+    def encode_text(self, tokens):
+        return self.network.encode_text(tokens)
+
+
+HEADS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_train import *
+
+torch.set_num_threads(1)
+for frozen in (False, True):
+    micro = create_model("micro-clip", device="cpu")
+    network = WithHead()
+    network.head.requires_grad_(not frozen)
+    own = wrap_model(network, micro.preprocess, micro.tokenizer, "own", image_size=48)
+    config = TrainConfig("clip-ft", n_train=16, steps=2, batch_size=8, precision="fp32")
+    try:
+        train(config, runs=f"{sys.argv[2]}/{frozen}", progress=False, model=own)
+        assert frozen
+    except CompvlError as error:
+        assert not frozen and "head.weight, head.bias" in str(error)
+"""
+
+
+def test_a_weight_without_gradient_on_two_processes(tmp_path):
+    """The error names the weights; where they are frozen, the network is trained."""
+    script = tmp_path / "heads.py"
+    script.write_text(HEADS)
+    ended = launch(2, script, tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert list(tmp_path.glob("True/*/DONE"))
 
 
 OWN_TERM = """

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LONGEST_WAIT', 'SHARDED', 'check_accelerate', 'make_accelerator', 'resize_options', 'check_hard_texts',
            'check_data_has', 'check_trainable', 'starts_random', 'check_parts', 'open_parts', 'set_up_clip',
-           'plain_clip']
+           'plain_clip', 'check_gradients']
 
 # %% ../../nbs/lib/train/13_setup.ipynb #b396b608
 import os
@@ -335,3 +335,19 @@ def plain_clip(clip: nn.Module, config: TrainConfig) -> nn.Module:
     if config.compile:
         clip = deepcopy(clip)  # a copy is never compiled
     return clip.eval()
+
+# %% ../../nbs/lib/train/13_setup.ipynb #6e5345fc
+def check_gradients(network: nn.Module):
+    """Raise `CompvlError`, after a backward pass, where a weight that is trained has no gradient.
+
+    Only training on several processes needs this. The message names the weights."""
+    without = []
+    for name, weight in network.named_parameters():
+        if weight.requires_grad and weight.grad is None:
+            without.append(name)
+    if without:
+        raise CompvlError(
+            f"features do not depend on {', '.join(without[:5])} ({len(without)} weights of the "
+            "network), and several processes can only train what they depend on: freeze these "
+            "weights with requires_grad_(False), or train on one process"
+        )
