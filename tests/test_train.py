@@ -20,7 +20,7 @@ from compvl.data.loading import load_train_data
 from compvl.models.clip import create_model
 from compvl.models.wrap import wrap_model
 from compvl.train.batches import Collate, step_indices
-from compvl.train.config import METHODS, TrainConfig
+from compvl.train.config import METHODS, TrainConfig, register_method
 from compvl.train.loop import run_name, train
 from compvl.train.run import load_run
 from compvl.train.setup import open_parts
@@ -469,8 +469,10 @@ def test_a_term_of_a_user(tmp_path, monkeypatch):
         chunked = train(replace(config, chunk_size=5), runs=tmp_path / "chunks", progress=False)
         assert chunked.folder.name == run.folder.name
         assert apart(weights(chunked.model), weights(run.model)) < 1e-3
-        table = sweep([config, heavier], tmp_path / "there", ["cpu"], progress=False)
-        assert list(table.status) == ["done", "done"]
+        register_method("half-hn", hn=0.5)  # here, and in no module
+        half = replace(config, method="half-hn")
+        table = sweep([config, heavier, half], tmp_path / "there", ["cpu"], progress=False)
+        assert list(table.status) == ["done", "done", "done"], table.error
         assert table.run[0] == run.folder.name
         assert load_run(tmp_path / "there" / table.run[0], "cpu").model.fingerprint() == (
             run.model.fingerprint()
@@ -478,3 +480,4 @@ def test_a_term_of_a_user(tmp_path, monkeypatch):
     finally:
         TERMS.pop("hinge")
         METHODS.pop("clip+hinge")
+        METHODS.pop("half-hn", None)

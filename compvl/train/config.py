@@ -29,6 +29,7 @@ from .terms import COMPOSITION_TOKENS, TERMS
 
 # %% ../../nbs/lib/train/02_config.ipynb #f13dce8a
 METHODS: dict[str, dict] = {}  # name -> fields of `TrainConfig`
+_OF_COMPVL = set()  # names of the methods below
 
 
 def register_method(
@@ -39,7 +40,10 @@ def register_method(
 ):
     """Register a method: terms of `TERMS` and their weights, beside the contrastive loss.
 
-    Raises `CompvlError` for an unknown term, and for a weight of itc."""
+    A method of your own that has the name already is replaced. Raises `CompvlError` for the name of
+    a method of compvl, for an unknown term, and for a weight of itc."""
+    if name in _OF_COMPVL:
+        raise CompvlError(f"{name!r} is a method of compvl: choose another name")
     fields = {"negatives_in_batch": negatives_in_batch, "weights": {}}
     presets = {term: weight_field for term, weight_field in term_fields().items() if term != "itc"}
     fields.update(dict.fromkeys(presets.values(), 0.0))
@@ -79,6 +83,7 @@ register_method("triplet-clip", "triplet")  # with w_itc=0: Patel et al. 2024
 register_method("sigmoid", "sigmoid")  # with w_itc=0: Zhai et al. 2023
 register_method("sigmoid+hn", "sigmoid", "sigmoid_hn")
 register_method("sigmoid+hp+hn", "sigmoid", "sigmoid_hn", "sigmoid_hp")
+_OF_COMPVL.update(METHODS)
 
 # %% ../../nbs/lib/train/02_config.ipynb #de2992b3
 SMALLEST = dict(  # smallest value of fields that are numbers
