@@ -40,7 +40,7 @@ from .neighbours import nearest_alternatives
 from .optimizer import learning_rate, make_optimizer
 from .run import NOT_IDENTITY, MetricsFile, Run, folder_name, run_identity
 from compvl.train.setup import (
-    check_gradients,
+    check_weights_used,
     make_accelerator,
     open_parts,
     plain_clip,
@@ -233,7 +233,7 @@ class Trainer:
             batch["carried"] = self.carried
             loss, logged = backward_loss(accelerator, self.towers, self.model, batch, self.config)
             if accelerator.num_processes > 1:
-                check_gradients(self.model.clip)
+                check_weights_used(self.model.clip)
             if self.config.grad_clip and accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(self.towers.parameters(), self.config.grad_clip)
             self.optimizer.step()

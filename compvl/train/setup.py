@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LONGEST_WAIT', 'SHARDED', 'check_accelerate', 'make_accelerator', 'resize_options', 'check_hard_texts',
            'check_data_has', 'check_trainable', 'starts_random', 'check_parts', 'open_parts', 'set_up_clip',
-           'plain_clip', 'check_gradients']
+           'plain_clip', 'check_weights_used']
 
 # %% ../../nbs/lib/train/13_setup.ipynb #b396b608
 import os
@@ -337,7 +337,7 @@ def plain_clip(clip: nn.Module, config: TrainConfig) -> nn.Module:
     return clip.eval()
 
 # %% ../../nbs/lib/train/13_setup.ipynb #6e5345fc
-def check_gradients(network: nn.Module):
+def check_weights_used(network: nn.Module):
     """Raise `CompvlError`, after a backward pass, where a weight that is trained has no gradient.
 
     Only training on several processes needs this. The message names the weights."""
