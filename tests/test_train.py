@@ -431,7 +431,7 @@ def test_a_weight_without_gradient_on_two_processes(tmp_path):
 
 
 OWN_TERM = """
-import torch
+import os, torch
 from compvl.train import register_method, register_term
 
 @register_term("hinge", needs=("hard_negatives",))
@@ -441,6 +441,8 @@ def hinge(features, config):
     return ((wrong - right + 0.2).clamp(min=0) * features.has_hard_negative).mean()
 
 register_method("clip+hinge", hinge=0.5)
+print("a line of Python")
+os.write(1, b"a line of a library in C\\n")
 """
 
 

@@ -46,7 +46,8 @@ SERVE = "from compvl.train.sweep import serve_configs; serve_configs()"
 
 def serve_configs():
     """Train the configs of stdin, one after another; the other end is `WorkerProcess`."""
-    reports = sys.stdout
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries in C and processes print is no report
     sys.stdout = sys.stderr
 
     def report(**values):
