@@ -202,8 +202,11 @@ class Model:
     def logit_scale(self) -> Tensor:
         """exp of the learned logit scale, at most 100; a scalar with gradient.
 
-        It has a gradient at the bound as well, which clamping after exp would lose to rounding."""
-        return self.clip.logit_scale.clamp(max=math.log(100)).exp().reshape(())
+        At the bound and above it the gradient is that of exp at the bound, so that the scale can
+        fall again; clamping would give none."""
+        log_scale = self.clip.logit_scale
+        above = (log_scale.detach() - math.log(100)).clamp(min=0)
+        return (log_scale - above).exp().reshape(())
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] at the model's size -> float32 as from `preprocess`, on its device."""
