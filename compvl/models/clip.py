@@ -210,7 +210,7 @@ class Model:
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] at the model's size -> float32 as from `preprocess`, on its device."""
-        images = images.to(self.device, non_blocking=True).float().div_(255)
+        images = images.to(self.device, non_blocking=True).float() / 255
         mean = torch.tensor(self.mean, device=images.device).view(3, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(3, 1, 1)
         return (images - mean) / std
