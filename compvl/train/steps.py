@@ -101,8 +101,9 @@ def train_steps(
     """Train what `build()` makes, or continue where it was interrupted; returns the folder.
 
     A finished run is returned at once. The folder contains config.json, environment.json,
-    metrics.csv (step, lr, and loss and its parts: means over the `log_every` steps up to it),
-    weights.safetensors, DONE, and checkpoint.pt while the run is under way.
+    metrics.csv (step, lr, and loss and its parts: means over the steps since the row before it; a
+    row each `log_every` steps, and with each checkpoint), weights.safetensors, DONE, and
+    checkpoint.pt while the run is under way.
     Raises CompvlError where the loss is not finite, and where checkpoint.pt cannot be read."""
     # Longer than 40 lines: the signature, and the loop that reads from top to bottom.
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,13 +123,14 @@ def train_steps(
         for step in tqdm(range(start, steps), folder.name, steps, **bar):
             recent.append(trainee.step(step))
             done = step + 1
-            if done % log_every == 0 or done == steps:
+            is_saved = done % checkpoint_every == 0 or done == steps
+            if done % log_every == 0 or is_saved:
                 rows.append(_log_row(done, recent))
                 recent = []
                 _check_loss(rows[-1], folder)
                 if on_log:
                     on_log(rows[-1])
-            if done == steps or (done % checkpoint_every == 0 and not recent):
+            if is_saved:
                 _save_progress(folder, trainee, done, rows)
         trainee.save(folder / "weights.safetensors")
         write_json(folder / "DONE", {"steps": steps, "loss": rows[-1]["loss"]})
