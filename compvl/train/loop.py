@@ -133,7 +133,8 @@ class Trainer:
             processes = accelerator.num_processes
             with writing_to(self.folder):
                 write_json(self.folder / "config.json", {**self.identity, **others})
-                computed = {"processes": processes, "precision": self.config.computed_in()}
+                precision = self.config.computed_in(accelerator.device.type)
+                computed = {"processes": processes, "precision": precision}
                 write_json(self.folder / "environment.json", {**environment(), **computed})
                 self.metrics = MetricsFile(self.folder / "metrics.csv", self.start)
                 self.validated = ValidationFile(self.folder / "validation.csv", self.start)

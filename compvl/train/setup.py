@@ -18,9 +18,9 @@ from itertools import product
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from open_clip import CoCa
 from open_clip.transformer import ResidualAttentionBlock
 from torch import Tensor, nn
@@ -69,13 +69,16 @@ def make_accelerator(config: TrainConfig, runs) -> Accelerator:
     """The `Accelerator` of a resolved config; see `check_accelerate` for errors."""
     check_accelerate(config)
     AcceleratorState._reset_state()  # a second run in this process may have another precision
-    precision = config.computed_in()
+    group = InitProcessGroupKwargs(timeout=LONGEST_WAIT)
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    place = PartialState(on_cpu, **group.to_kwargs())  # says the device before there is a precision
+    precision = config.computed_in(place.device.type)
     return Accelerator(
         mixed_precision="no" if precision == "fp32" else precision,
         gradient_accumulation_steps=config.grad_accum,
         log_with=list(config.trackers) or None,
         project_dir=str(runs),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
+        kwargs_handlers=[group],
     )
 
 # %% ../../nbs/lib/train/13_setup.ipynb #01093710
