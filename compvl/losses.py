@@ -32,14 +32,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows):
+        rows = rows.contiguous()  # NCCL takes no other tensors, and `empty_like` keeps strides
         ctx.rows = rows.shape[0]
         gathered = [torch.empty_like(rows) for _ in range(_world())]
-        dist.all_gather(gathered, rows.contiguous())
+        dist.all_gather(gathered, rows)
         return torch.cat(gathered)
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone()
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient)
         return gradient[_rank() * ctx.rows : (_rank() + 1) * ctx.rows]
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from open_clip import image_transform
 from PIL import Image
+from torch import nn
 
 from compvl.core import CompvlError
 from compvl.data.loading import load_train_data
 from compvl.models.clip import create_model
 from compvl.models.wrap import wrap_model
 from compvl.train.batches import Collate, step_indices
-from compvl.train.config import METHODS, TrainConfig
+from compvl.train.config import METHODS, TrainConfig, register_method
 from compvl.train.loop import run_name, train
 from compvl.train.run import load_run
 from compvl.train.setup import open_parts
@@ -384,8 +385,53 @@ def test_photographs_are_resized_as_by_a_wrapped_model(tmp_path):
     open_parts(replace(config, data_options=chosen), "cpu", model=own)
 
 
+class WithHead(nn.Module):
+    """micro-CLIP with a layer that its features do not use, as a head of another loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = create_model("micro-clip", device="cpu").clip
+        self.logit_scale = self.network.logit_scale
+        self.head = nn.Linear(4, 4)
+
+    def encode_image(self, images):
+        return self.network.encode_image(images)
+
+    def encode_text(self, tokens):
+        return self.network.encode_text(tokens)
+
+
+HEADS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_train import *
+
+torch.set_num_threads(1)
+for frozen in (False, True):
+    micro = create_model("micro-clip", device="cpu")
+    network = WithHead()
+    network.head.requires_grad_(not frozen)
+    own = wrap_model(network, micro.preprocess, micro.tokenizer, "own", image_size=48)
+    config = TrainConfig("clip-ft", n_train=16, steps=2, batch_size=8, precision="fp32")
+    try:
+        train(config, runs=f"{sys.argv[2]}/{frozen}", progress=False, model=own)
+        assert frozen
+    except CompvlError as error:
+        assert not frozen and "head.weight, head.bias" in str(error)
+"""
+
+
+def test_a_weight_without_gradient_on_two_processes(tmp_path):
+    """The error names the weights; where they are frozen, the network is trained."""
+    script = tmp_path / "heads.py"
+    script.write_text(HEADS)
+    ended = launch(2, script, tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert list(tmp_path.glob("True/*/DONE"))
+
+
 OWN_TERM = """
-import torch
+import os, torch
 from compvl.train import register_method, register_term
 
 @register_term("hinge", needs=("hard_negatives",))
@@ -395,6 +441,8 @@ def hinge(features, config):
     return ((wrong - right + 0.2).clamp(min=0) * features.has_hard_negative).mean()
 
 register_method("clip+hinge", hinge=0.5)
+print("a line of Python")
+os.write(1, b"a line of a library in C\\n")
 """
 
 
@@ -423,8 +471,10 @@ def test_a_term_of_a_user(tmp_path, monkeypatch):
         chunked = train(replace(config, chunk_size=5), runs=tmp_path / "chunks", progress=False)
         assert chunked.folder.name == run.folder.name
         assert apart(weights(chunked.model), weights(run.model)) < 1e-3
-        table = sweep([config, heavier], tmp_path / "there", ["cpu"], progress=False)
-        assert list(table.status) == ["done", "done"]
+        register_method("half-hn", hn=0.5)  # here, and in no module
+        half = replace(config, method="half-hn")
+        table = sweep([config, heavier, half], tmp_path / "there", ["cpu"], progress=False)
+        assert list(table.status) == ["done", "done", "done"], table.error
         assert table.run[0] == run.folder.name
         assert load_run(tmp_path / "there" / table.run[0], "cpu").model.fingerprint() == (
             run.model.fingerprint()
@@ -432,3 +482,4 @@ def test_a_term_of_a_user(tmp_path, monkeypatch):
     finally:
         TERMS.pop("hinge")
         METHODS.pop("clip+hinge")
+        METHODS.pop("half-hn", None)

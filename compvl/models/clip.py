@@ -202,12 +202,15 @@ class Model:
     def logit_scale(self) -> Tensor:
         """exp of the learned logit scale, at most 100; a scalar with gradient.
 
-        It has a gradient at the bound as well, which clamping after exp would lose to rounding."""
-        return self.clip.logit_scale.clamp(max=math.log(100)).exp().reshape(())
+        At the bound and above it the gradient is that of exp at the bound, so that the scale can
+        fall again; clamping would give none."""
+        log_scale = self.clip.logit_scale
+        above = (log_scale.detach() - math.log(100)).clamp(min=0)
+        return (log_scale - above).exp().reshape(())
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] at the model's size -> float32 as from `preprocess`, on its device."""
-        images = images.to(self.device, non_blocking=True).float().div_(255)
+        images = images.to(self.device, non_blocking=True).float() / 255
         mean = torch.tensor(self.mean, device=images.device).view(3, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(3, 1, 1)
         return (images - mean) / std

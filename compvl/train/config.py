@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'SMALLEST', 'ABOVE_0', 'register_method', 'term_fields', 'bf16_speedup', 'computes_bf16',
-           'with_checked_names', 'TrainConfig', 'check_kinds_of_values', 'may_need', 'check_terms',
+           'with_checked_names', 'TrainConfig', 'check_kinds_of_values', 'fields_of_method', 'may_need', 'check_terms',
            'check_combinations', 'check_numbers']
 
 # %% ../../nbs/lib/train/02_config.ipynb #8f0d20fe
@@ -29,6 +29,7 @@ from .terms import COMPOSITION_TOKENS, TERMS
 
 # %% ../../nbs/lib/train/02_config.ipynb #f13dce8a
 METHODS: dict[str, dict] = {}  # name -> fields of `TrainConfig`
+_OF_COMPVL = set()  # names of the methods below
 
 
 def register_method(
@@ -39,7 +40,10 @@ def register_method(
 ):
     """Register a method: terms of `TERMS` and their weights, beside the contrastive loss.
 
-    Raises `CompvlError` for an unknown term, and for a weight of itc."""
+    A method of your own that has the name already is replaced. Raises `CompvlError` for the name of
+    a method of compvl, for an unknown term, and for a weight of itc."""
+    if name in _OF_COMPVL:
+        raise CompvlError(f"{name!r} is a method of compvl: choose another name")
     fields = {"negatives_in_batch": negatives_in_batch, "weights": {}}
     presets = {term: weight_field for term, weight_field in term_fields().items() if term != "itc"}
     fields.update(dict.fromkeys(presets.values(), 0.0))
@@ -79,6 +83,7 @@ register_method("triplet-clip", "triplet")  # with w_itc=0: Patel et al. 2024
 register_method("sigmoid", "sigmoid")  # with w_itc=0: Zhai et al. 2023
 register_method("sigmoid+hn", "sigmoid", "sigmoid_hn")
 register_method("sigmoid+hp+hn", "sigmoid", "sigmoid_hn", "sigmoid_hp")
+_OF_COMPVL.update(METHODS)
 
 # %% ../../nbs/lib/train/02_config.ipynb #de2992b3
 SMALLEST = dict(  # smallest value of fields that are numbers
@@ -253,11 +258,7 @@ class TrainConfig:
         Raises `CompvlError` for fp16 without CUDA."""
         if self.precision == "fp16" and not torch.cuda.is_available():
             raise CompvlError("precision fp16 needs a CUDA device: use fp32 or auto")
-        method = dict(METHODS[self.method])
-        filled = {"weights": {**method.pop("weights"), **self.weights}}
-        for name, value in method.items():
-            if getattr(self, name) is None:
-                filled[name] = value
+        filled = fields_of_method(self)
         if self.steps is None and self.epochs is None:
             filled["epochs"] = 5
         return replace(self, **filled)
@@ -294,13 +295,20 @@ def check_kinds_of_values(config: TrainConfig):
             raise CompvlError(f"{entry.name}={value!r} is of the wrong kind: give {called}")
 
 
+def fields_of_method(config: TrainConfig) -> dict:
+    """The fields of a config that its method fills in, and the weights of both."""
+    method = dict(METHODS[config.method])
+    filled = {"weights": {**method.pop("weights"), **config.weights}}
+    for name, value in method.items():
+        if getattr(config, name) is None:
+            filled[name] = value
+    return filled
+
+
 def may_need(config: TrainConfig, need: str) -> bool:
-    """Whether a term with this need (see `NEEDS`) has a weight in the config or its method."""
-    method = METHODS[config.method]
-    return any(
-        need in term.needs and (term.weight_in(vars(config)) or term.weight_in(method))
-        for term in TERMS.values()
-    )
+    """Whether a term with this need (see `NEEDS`) has a weight, in the config or by its method."""
+    fields = {**vars(config), **fields_of_method(config)}
+    return any(need in term.needs and term.weight_in(fields) for term in TERMS.values())
 
 
 def check_terms(config: TrainConfig):

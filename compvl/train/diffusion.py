@@ -23,7 +23,7 @@ from ..microworld.evaluation_sets import TRIPLETS, triplets
 from ..microworld.render import render
 from ..models.diffusion import Diffusion, denoising_error, load_diffusion
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
-from .steps import Trainee, check_batch, ship_run, train_steps
+from .steps import Trainee, check_above_0, check_batch, ship_run, train_steps
 
 # %% ../../nbs/lib/train/11_diffusion.ipynb #72811c9c
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class DiffusionConfig:
                 "give a multiple of 4, and two multiples of 8"
             )
         check_batch(self.batch_size, self.n_train)
+        check_above_0(steps=self.steps)
 
 # %% ../../nbs/lib/train/11_diffusion.ipynb #4a684965
 class _DiffusionTraining:
@@ -98,7 +99,7 @@ class _DiffusionTraining:
         return images, self.tokenizer(captions).to(self.device)
 
     def learning_rate(self, step: int) -> float:
-        warmup = min(1, (step + 1) / self.cfg.warmup)
+        warmup = min(1, (step + 1) / max(1, self.cfg.warmup))
         return self.cfg.lr * warmup * (1 + math.cos(math.pi * step / self.cfg.steps)) / 2
 
     def step(self, step: int) -> dict:

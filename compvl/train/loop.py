@@ -40,6 +40,7 @@ from .neighbours import nearest_alternatives
 from .optimizer import learning_rate, make_optimizer
 from .run import NOT_IDENTITY, MetricsFile, Run, folder_name, run_identity
 from compvl.train.setup import (
+    check_weights_used,
     make_accelerator,
     open_parts,
     plain_clip,
@@ -132,7 +133,8 @@ class Trainer:
             processes = accelerator.num_processes
             with writing_to(self.folder):
                 write_json(self.folder / "config.json", {**self.identity, **others})
-                computed = {"processes": processes, "precision": self.config.computed_in()}
+                precision = self.config.computed_in(accelerator.device.type)
+                computed = {"processes": processes, "precision": precision}
                 write_json(self.folder / "environment.json", {**environment(), **computed})
                 self.metrics = MetricsFile(self.folder / "metrics.csv", self.start)
                 self.validated = ValidationFile(self.folder / "validation.csv", self.start)
@@ -231,6 +233,8 @@ class Trainer:
         with accelerator.accumulate(self.towers):
             batch["carried"] = self.carried
             loss, logged = backward_loss(accelerator, self.towers, self.model, batch, self.config)
+            if accelerator.num_processes > 1:
+                check_weights_used(self.model.clip)
             if self.config.grad_clip and accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(self.towers.parameters(), self.config.grad_clip)
             self.optimizer.step()

@@ -155,7 +155,8 @@ class MetricsFile:
         self.fields = None
         lines = []
         if start:
-            head, *rows = path.read_text().splitlines() if path.exists() else [""]
+            lines = path.read_text().splitlines() if path.exists() else []
+            head, *rows = lines or [""]
             self.fields = head.split(",")
             kept = [row for row in rows if self._is_kept(row, start)]
             if len(kept) != start:

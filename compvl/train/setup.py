@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LONGEST_WAIT', 'SHARDED', 'check_accelerate', 'make_accelerator', 'resize_options', 'check_hard_texts',
            'check_data_has', 'check_trainable', 'starts_random', 'check_parts', 'open_parts', 'set_up_clip',
-           'plain_clip']
+           'plain_clip', 'check_weights_used']
 
 # %% ../../nbs/lib/train/13_setup.ipynb #b396b608
 import os
@@ -18,9 +18,9 @@ from itertools import product
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from open_clip import CoCa
 from open_clip.transformer import ResidualAttentionBlock
 from torch import Tensor, nn
@@ -69,13 +69,16 @@ def make_accelerator(config: TrainConfig, runs) -> Accelerator:
     """The `Accelerator` of a resolved config; see `check_accelerate` for errors."""
     check_accelerate(config)
     AcceleratorState._reset_state()  # a second run in this process may have another precision
-    precision = config.computed_in()
+    group = InitProcessGroupKwargs(timeout=LONGEST_WAIT)
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    place = PartialState(on_cpu, **group.to_kwargs())  # says the device before there is a precision
+    precision = config.computed_in(place.device.type)
     return Accelerator(
         mixed_precision="no" if precision == "fp32" else precision,
         gradient_accumulation_steps=config.grad_accum,
         log_with=list(config.trackers) or None,
         project_dir=str(runs),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
+        kwargs_handlers=[group],
     )
 
 # %% ../../nbs/lib/train/13_setup.ipynb #01093710
@@ -335,3 +338,19 @@ def plain_clip(clip: nn.Module, config: TrainConfig) -> nn.Module:
     if config.compile:
         clip = deepcopy(clip)  # a copy is never compiled
     return clip.eval()
+
+# %% ../../nbs/lib/train/13_setup.ipynb #6e5345fc
+def check_weights_used(network: nn.Module):
+    """Raise `CompvlError`, after a backward pass, where a weight that is trained has no gradient.
+
+    Only training on several processes needs this. The message names the weights."""
+    without = []
+    for name, weight in network.named_parameters():
+        if weight.requires_grad and weight.grad is None:
+            without.append(name)
+    if without:
+        raise CompvlError(
+            f"features do not depend on {', '.join(without[:5])} ({len(without)} weights of the "
+            "network), and several processes can only train what they depend on: freeze these "
+            "weights with requires_grad_(False), or train on one process"
+        )

@@ -24,7 +24,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..core import FEW_SHAPES, CompvlError, cores, runs_dir
-from .config import TrainConfig
+from .config import METHODS, TrainConfig
 from .loop import train
 from .run import read_metrics
 from .terms import term_modules
@@ -46,7 +46,8 @@ SERVE = "from compvl.train.sweep import serve_configs; serve_configs()"
 
 def serve_configs():
     """Train the configs of stdin, one after another; the other end is `WorkerProcess`."""
-    reports = sys.stdout
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries in C and processes print is no report
     sys.stdout = sys.stderr
 
     def report(**values):
@@ -55,7 +56,8 @@ def serve_configs():
     for line in sys.stdin:
         job = json.loads(line)
         for module in job["modules"]:
-            importlib.import_module(module)  # registers its loss terms and methods
+            importlib.import_module(module)  # registers its loss terms
+        METHODS[job["config"]["method"]] = job["method"]
         error = try_to_train(
             TrainConfig(**job["config"]),
             job["runs"],
@@ -95,7 +97,12 @@ class WorkerProcess:
     ) -> tuple[Path | None, str | None]:
         """Train a config; returns the run's folder, where it got one, and what went wrong."""
         self.start()
-        job = dict(config=asdict(config), runs=str(runs.absolute()), modules=term_modules())
+        job = dict(
+            config=asdict(config),
+            method=METHODS[config.method],
+            modules=term_modules(),
+            runs=str(runs.absolute()),
+        )
         with suppress(BrokenPipeError):
             print(json.dumps(job, default=str), file=self.process.stdin, flush=True)
         reported = {}
@@ -264,7 +271,7 @@ def sweep(
     trained at a time, each in a process that sees its device alone, and trains one config after
     another. When a process dies, the config that it was training fails. Several processes on a CPU
     share its cores. From other processes, rows for `on_log` contain the `step` alone. A term that
-    you registered must be in a module that these processes can import, with its methods.
+    you registered must be in a module that these processes can import.
 
     Returns a row for each config, in order: run (name of its folder, if it got one), status ('done'
     or 'failed'), error, the fields in which the configs differ, and the last metrics (see `Run`).
