@@ -335,15 +335,24 @@ class ChunkedBackward:
                     for scalar, gradient in zip(scalars, scalar_gradients, strict=True):
                         product = product + (scalar * gradient).sum()
                 if attribution:
-                    captions = self.text_pass_features(items, outputs, n)
-                    for name, weight, part in self.text_pass_terms(captions):
-                        product = product + weight * part
-                        loss = loss + weight * part.detach()
-                        logged[name] = logged[name] + part.detach()
-                    active = count_hinges(captions, self.config)
-                    logged["with_hinge"] = logged["with_hinge"] + active
+                    added = self.add_text_pass(items, outputs, n, logged)
+                    product = product + added
+                    loss = loss + added.detach()
                 self.accelerator.backward(product)
         return loss, logged
+
+    def add_text_pass(self, items: slice, outputs: tuple, n: Tensor, logged: dict) -> Tensor:
+        """The weighted sum of the terms that need a text pass, for a chunk: a scalar with gradient.
+
+        Their values, and the count of active hinges, are added to `logged`. `n`: how many captions
+        of the global batch are attributable."""
+        captions = self.text_pass_features(items, outputs, n)
+        total = 0
+        for name, weight, part in self.text_pass_terms(captions):
+            total = total + weight * part
+            logged[name] = logged[name] + part.detach()
+        logged["with_hinge"] = logged["with_hinge"] + count_hinges(captions, self.config)
+        return total
 
     def text_pass_features(self, items: slice, outputs: tuple, n: Tensor) -> Features:
         """The features of a chunk's captions, with attributions.
