@@ -134,7 +134,7 @@ def _ranges(tests: pd.DataFrame, column: str, unit: str, name: str = "") -> str:
     """The smallest and largest value of a column; '–' without one. `name`: of the unit.
 
     Tests in another unit, and tests of which other signs are expected, are apart."""
-    tests = tests.dropna(subset=column).fillna({"unit": ""})
+    tests = tests.dropna(subset=column).astype({"unit": object}).fillna({"unit": ""})
     signs = tests.sign.dropna().unique()
     texts = []
     for (other_unit, sign), part in tests.groupby(["unit", "sign"], sort=False, dropna=False):
