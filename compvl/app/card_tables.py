@@ -172,12 +172,14 @@ def _difference_cell(row) -> Html:
     return Html(f"<b>{cell}</b>" if row.lo > 0 or row.hi < 0 else cell)
 
 
-def _table_of_benchmarks(cells: Mapping[tuple, dict]) -> str:
-    """A table of {(benchmark, title of the row): {column: cell}}; '' if there is none."""
+def _grouped_table(cells: Mapping[tuple, dict], label: str) -> str:
+    """A table of {(group, title of the row): {column: cell}}; '' if there are no rows.
+
+    `label`: of the column with the titles."""
     if not cells:
         return ""
     frame = pd.DataFrame(list(cells.values()), dtype=object)
-    frame.index = pd.MultiIndex.from_tuples(list(cells), names=["", "benchmark"])
+    frame.index = pd.MultiIndex.from_tuples(list(cells), names=["", label])
     frame.columns = pd.MultiIndex.from_tuples(list(frame))
     return html_table(frame)
 
@@ -191,7 +193,7 @@ def differences_table(differences: pd.DataFrame) -> str:
         title = _row_title(row.group, row.metric)
         columns = cells.setdefault((row.benchmark, title), {})
         columns["", breakable(row.model)] = _difference_cell(row)
-    return _table_of_benchmarks(cells)
+    return _grouped_table(cells, "benchmark")
 
 # %% ../../nbs/lib/app/06c_card_tables.ipynb #f09d6790
 _HEADLINES = ("orig_acc", "aug_acc", "brittleness", "accuracy", "group", "spearman")
@@ -230,7 +232,7 @@ def changes_table(bases: Mapping[str, Evaluated], evaluations: Sequence[Evaluate
             value = f"{format_cell(row.a)} → {format_cell(row.b)}"
             name = breakable(evaluation.title)
             columns["", name] = Html(f"{value}<br>{_difference_cell(row)}")
-    return _table_of_benchmarks(cells)
+    return _grouped_table(cells, "benchmark")
 
 # %% ../../nbs/lib/app/06c_card_tables.ipynb #4e1ee92a
 def retrieval_table(evaluations: Sequence[Evaluated]) -> str:
@@ -244,12 +246,7 @@ def retrieval_table(evaluations: Sequence[Evaluated]) -> str:
                 place = (group, breakable(evaluation.title))
                 cell = with_interval(row.value, row.lo, row.hi)
                 rows.setdefault(place, {})["", f"recall@{k}"] = cell
-    if not rows:
-        return ""
-    frame = pd.DataFrame(list(rows.values()), dtype=object)
-    frame.index = pd.MultiIndex.from_tuples(list(rows), names=["", "model"])
-    frame.columns = pd.MultiIndex.from_tuples(list(frame))
-    return html_table(frame)
+    return _grouped_table(rows, "model")
 
 
 def cost_table(evaluations: Sequence[Evaluated]) -> str:
