@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ..core import CompvlError, config_hash, runs_dir, torch_device
 from ..data.loading import load_train_data
+from ..evaluate.scorers import check_at_least_one
 from ..microworld.datasets import PretrainSet
 from ..models.captioner import Captioner
 from ..models.clip import create_model
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
 from .scene_training import SceneTraining
-from .steps import Trainee, check_above_0, check_batch, ship_run, train_steps
+from .steps import Trainee, check_batch, ship_run, train_steps
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #0b7499f7
 def captioning_losses(
@@ -99,9 +100,8 @@ class CaptionerConfig:
     def __post_init__(self):
         object.__setattr__(self, "betas", tuple(self.betas))
         check_batch(self.batch_size, self.n_train)
-        check_above_0(
-            steps=self.steps, validate_every=self.validate_every, n_validation=self.n_validation
-        )
+        for name in ("steps", "validate_every", "n_validation"):
+            check_at_least_one(name, getattr(self, name))
         if not 0 <= self.blank_share < 1:
             raise CompvlError(
                 f"blank_share={self.blank_share} is no share of the captions: "

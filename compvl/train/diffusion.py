@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from ..core import CompvlError, atomic_write, config_hash, data_dir, runs_dir, torch_device
 from ..data.loading import load_train_data
+from ..evaluate.scorers import check_at_least_one
 from ..microworld.evaluation_sets import TRIPLETS, triplets
 from ..microworld.render import render
 from ..models.diffusion import Diffusion, denoising_error, load_diffusion
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
-from .steps import Trainee, check_above_0, check_batch, ship_run, train_steps
+from .steps import Trainee, check_batch, ship_run, train_steps
 
 # %% ../../nbs/lib/train/11_diffusion.ipynb #72811c9c
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class DiffusionConfig:
                 "give a multiple of 4, and two multiples of 8"
             )
         check_batch(self.batch_size, self.n_train)
-        check_above_0(steps=self.steps)
+        check_at_least_one("steps", self.steps)
 
 # %% ../../nbs/lib/train/11_diffusion.ipynb #4a684965
 class _DiffusionTraining:

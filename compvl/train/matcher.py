@@ -15,12 +15,13 @@ import torch
 
 from ..core import CompvlError, config_hash, runs_dir, torch_device
 from ..data.loading import load_train_data
+from ..evaluate.scorers import check_at_least_one
 from ..models.clip import create_model
 from ..models.matcher import Matcher, as_model
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
 from .matching import matching_losses
 from .scene_training import SceneTraining
-from .steps import Trainee, check_above_0, check_batch, ship_run, train_steps
+from .steps import Trainee, check_batch, ship_run, train_steps
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #a7109cc6
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class MatcherConfig:
     def __post_init__(self):
         object.__setattr__(self, "betas", tuple(self.betas))
         check_batch(self.batch_size, self.n_train)
-        check_above_0(steps=self.steps)
+        check_at_least_one("steps", self.steps)
         if not 0 < self.mask_share < 1:
             raise CompvlError(
                 f"mask_share={self.mask_share} is no share of the tokens: "
