@@ -140,6 +140,7 @@ def choose_weight(
     keys: dict[float, str],  # row key of each weight
     figure: tuple[str, str, str],  # benchmark, group and metric; higher values are better
     start: str,  # key of the row that weights are compared with
+    allowed: Iterable[float] | None = None,  # weights that may be chosen; None: all
 ) -> tuple[float, pd.DataFrame]:
     """The weight with the highest value, and a table with one row per weight.
 
@@ -147,7 +148,7 @@ def choose_weight(
     from the best weight (`below best`, with its standard error `se`), both paired.
     """
     over = {w: res.difference((start, *figure), (key, *figure)) for w, key in keys.items()}
-    best = max(over, key=lambda w: over[w]["b"])
+    best = max(over if allowed is None else allowed, key=lambda w: over[w]["b"])
     below = {w: res.difference((key, *figure), (keys[best], *figure)) for w, key in keys.items()}
     se = {w: (found["hi"] - found["lo"]) / (2 * 1.96) for w, found in below.items()}
     lines = []

@@ -18,11 +18,14 @@ MOST_RISE = 5.0  # of the contrastive loss above its start, percent
 MOST_FALL = 2.0  # of any term over the last fifth of the steps, percent
 
 
-def held_out_losses(metrics: pd.DataFrame) -> dict | None:
+def held_out_losses(
+    metrics: pd.DataFrame,  # as from `compvl.train.run.Run.metrics`
+    trains_itc: bool = True,  # whether the contrastive loss has a weight above 0
+) -> dict | None:
     """How well a run keeps the two rules; None where nothing was computed on held-out items.
 
-    `metrics`: as from `compvl.train.run.Run.metrics`. Keys: rise and fall, as of `convergence`;
-    term, which one falls most; steps; the last value of each term, by its name (itc, hn, …)."""
+    Keys: rise and fall, as of `convergence`; term, which one falls most; steps; the last value of
+    each term, by its name (itc, hn, …)."""
     terms = [name for name in metrics if name.startswith("val_") and name.count("_") == 1]
     terms = [name for name in terms if name != "val_loss" and metrics[name].notna().any()]
     if not terms:
@@ -31,11 +34,16 @@ def held_out_losses(metrics: pd.DataFrame) -> dict | None:
     last = seen.index.max()
     before = seen[seen.index <= 0.8 * last].iloc[-1]
     fall = 100 * (before - seen.loc[last]) / before
-    contrastive = seen.val_itc / seen.val_itc.iloc[0]
+    fall[before == 0] = 0  # a hinge that was 0 has not fallen
+    rise = np.nan
+    if trains_itc:
+        rise = 100 * (seen.val_itc.max() / seen.val_itc.iloc[0] - 1)
+    else:
+        fall = fall.drop("val_itc", errors="ignore")
     found = {name.removeprefix("val_"): seen[name].loc[last] for name in terms}
     return found | {
         "steps": last,
-        "rise": 100 * (contrastive.max() - 1),
+        "rise": rise,
         "fall": fall.max(),
         "term": fall.idxmax().removeprefix("val_"),
     }
@@ -45,11 +53,14 @@ def convergence(log: pd.DataFrame, rows: Iterable[Row]) -> pd.DataFrame:
     """How each row keeps the two rules, means over its seeds.
 
     `log`: as from `compvl.paper.evaluation.learning_curves`. Columns: model; steps; rise, the
-    largest rise of the held-out contrastive loss above its start, in percent; fall, the largest
-    fall of a held-out term over the last fifth, in percent; term, which that is; kept."""
+    largest rise of the held-out contrastive loss above its start, in percent, NaN for a row that
+    does not train it; fall, the largest fall of a held-out term over the last fifth, in percent;
+    term, which that is; kept."""
     lines = []
     for row in rows:
-        runs = [held_out_losses(run) for _, run in log[log.method == row.key].groupby("seed")]
+        trains_itc = row.train.get("w_itc", 1) > 0
+        by_seed = log[log.method == row.key].groupby("seed")
+        runs = [held_out_losses(run, trains_itc) for _, run in by_seed]
         runs = pd.DataFrame([run for run in runs if run])
         if len(runs):
             rise = runs.rise.mean()
@@ -61,7 +72,7 @@ def convergence(log: pd.DataFrame, rows: Iterable[Row]) -> pd.DataFrame:
                     "rise": rise,
                     "fall": fall,
                     "term": runs.loc[runs.fall.idxmax(), "term"],
-                    "kept": bool(rise <= MOST_RISE and fall < MOST_FALL),
+                    "kept": bool(fall < MOST_FALL and not rise > MOST_RISE),
                 }
             )
     return pd.DataFrame(lines)
@@ -76,8 +87,9 @@ _LOSS_NAMES = dict(
     sds="diffusion",
 )
 CONVERGENCE_NOTE = f"""<i>rise</i>: largest rise of the held-out contrastive loss above its start,
-in percent. <i>fall</i>: fall over the last fifth of the steps, in percent, of the held-out loss
-that falls most there, which is named in the column <i>loss</i>. <i>converged</i>: a rise of at
+in percent; empty for a row that does not train it. <i>fall</i>: fall over the last fifth of the
+steps, in percent, of the held-out loss that falls most there, which is named in the column
+<i>loss</i>. <i>converged</i>: a rise of at
 most {MOST_RISE:g} and a fall below {MOST_FALL:g}.""".replace("\n", " ")
 
 

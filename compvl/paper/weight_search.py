@@ -6,7 +6,7 @@
 __all__ = ['WEIGHTS', 'candidates', 'search_weights']
 
 # %% ../../nbs/lib/paper/11h_weight_search.ipynb #71008a21
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +15,11 @@ import pandas as pd
 from ..core import atomic_write
 from .advice import choose_weight
 from .columns import COMPOSITION
-from .evaluation import results
+from .convergence import convergence
+from .evaluation import learning_curves, results
 from .loading import CAE_BENCHMARKS
 from .profiles import Profile
+from .results import Results
 from .rows import ROWS, Row, rows
 
 # %% ../../nbs/lib/paper/11h_weight_search.ipynb #9ad14555
@@ -32,20 +34,19 @@ _COLUMNS = {
     "hi": "hi",
     "below best": "below best",
     "se": "se",
+    "rise": "rise",
+    "fall": "fall",
+    "kept": "converged",
     "chosen": "chosen",
     "used": "used",
 }
 
 
-def _key(attribution: str, weight: float) -> str:
-    """Key of CLIP-CAE with this attribution and weight."""
-    return f"cae-{attribution}-{weight:g}"
-
-
 def _with_weight(attribution: str, weight: float) -> Row:
     """CLIP-CAE with this attribution and weight."""
     row = ROWS[f"cae-{attribution}"].training(w_attr=weight)
-    return replace(row, key=_key(attribution, weight), label=f"{row.label}, λ = {weight:g}")
+    key = f"{row.key}-{weight:g}"
+    return replace(row, key=key, label=f"{row.label}, λ = {weight:g}")
 
 
 def candidates(attributions: Iterable[str], weights: Sequence[float] = WEIGHTS) -> list[Row]:
@@ -56,34 +57,60 @@ def candidates(attributions: Iterable[str], weights: Sequence[float] = WEIGHTS) 
     return found
 
 # %% ../../nbs/lib/paper/11h_weight_search.ipynb #9f4f61e6
+def _choice_of(
+    attribution: str,
+    weights: Sequence[float],
+    found: Results,  # of the rows with each weight
+    curves: pd.DataFrame,  # their metrics by step, from `learning_curves`
+    by_rules: bool,  # as for `search_weights`
+) -> pd.DataFrame:
+    """The choice of one attribution's weight: a row for each."""
+    tried = candidates([attribution], weights)
+    rules = convergence(curves, tried)[["rise", "fall", "kept"]].set_axis(weights)
+    keeping = list(rules.index[rules.kept]) if by_rules else []
+    keys = {weight: row.key for weight, row in zip(weights, tried, strict=True)}
+    figure = ("mean", "mean", "accuracy")
+    _, table = choose_weight(found, keys, figure, "clip-coco", keeping or None)
+    now = found.profile.w_attr.get(attribution)
+    used = ["✓" * (weight == now) for weight in weights]
+    return table.join(rules, on="weight").assign(attribution=attribution, used=used)
+
+
 def search_weights(
     attributions: Iterable[str],
     profile: Profile,  # of the microworld: its schedule and data, with `seeds` below
     out: str | Path,  # folder of training runs and results
     name: str,  # of the results: <name>.csv, <name>_choice.csv
-    weights: Sequence[float] = WEIGHTS,
+    weights: Sequence[float] | Mapping[str, Sequence[float]] = WEIGHTS,  # for all or for each
     seeds: Sequence[int] = (0, 1, 2),
+    by_rules: bool = False,  # choose among weights that keep the rules of `convergence`, if any do
     progress: bool = True,
 ) -> pd.DataFrame:
     """The choice of the weight of L_attr: a row for each attribution and weight.
 
     Columns: `attribution`, `λ`, `accuracy` (percent, a mean over benchmarks and seeds), `over
     CLIP-FT` with its paired 95 % interval `lo`, `hi`, `below best` with its standard error `se`,
-    and `chosen`. `used` marks the weight that the profile has now. Trains all rows that are not
-    there yet. Raises CompvlError if one of them fails.
+    `rise`, `fall` and `converged` (as `kept` of `compvl.paper.convergence.convergence`), and
+    `chosen`. `used` marks the weight that the profile has now. Trains all rows that are not there
+    yet. Raises CompvlError if one of them fails.
     """
     attributions = list(attributions)
-    profile = replace(profile, n_items=min(profile.n_items, _MOST_ITEMS), seeds=tuple(seeds))
-    tried = [*rows("clip", "clip-coco"), *candidates(attributions, weights)]
+    if not isinstance(weights, Mapping):
+        weights = dict.fromkeys(attributions, weights)
+    fewer = dict.fromkeys(("seeds", "main_seeds", "control_seeds"), tuple(seeds))
+    profile = replace(profile, n_items=min(profile.n_items, _MOST_ITEMS), **fewer)
+    weighted = []
+    for attribution in attributions:
+        weighted += candidates([attribution], weights[attribution])
+    tried = [*rows("clip", "clip-coco"), *weighted]
     options = dict(split="val", joined={"mean": COMPOSITION[:9]}, progress=progress)
     found = results(tried, CAE_BENCHMARKS, profile, out, name, **options)
     found.check()
-    tables = []
-    for attribution in attributions:
-        keys = {weight: _key(attribution, weight) for weight in weights}
-        _, table = choose_weight(found, keys, ("mean", "mean", "accuracy"), "clip-coco")
-        used = ["✓" * (weight == profile.w_attr.get(attribution)) for weight in weights]
-        tables.append(table.assign(attribution=attribution, used=used))
+    curves = learning_curves(weighted, profile, out)
+    tables = [
+        _choice_of(attribution, weights[attribution], found, curves, by_rules)
+        for attribution in attributions
+    ]
     choice = pd.concat(tables, ignore_index=True)[list(_COLUMNS)].rename(columns=_COLUMNS)
     with atomic_write(Path(out) / "results" / f"{name}_choice.csv") as tmp:
         choice.to_csv(tmp, index=False)

@@ -1,0 +1,66 @@
+"""Choose the weight of L_attr for the schedule of micro-full.
+
+    python scripts/weights.py [--processes 2] [--runs FOLDER]
+
+CLIP-CAE is trained with each of the weights in `WEIGHTS`, with one seed, for as many steps as
+micro-full trains its rows, and evaluated on the validation split. Of the weights whose runs keep
+the two rules of `compvl.paper.convergence`, each attribution takes the one with the highest mean
+accuracy (`compvl.paper.weight_search`). The script writes
+data/results/lambda/micro-full_choice.csv. Runs that are finished are not trained again, and
+interrupted ones go on; a run of micro-full with the chosen weight and the same seed is the same.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from compvl.core import atomic_write, data_dir, runs_dir
+from compvl.paper.profiles import get_profile
+from compvl.paper.rows import ROWS
+from compvl.paper.runs import run_config
+from compvl.paper.weight_search import candidates, search_weights
+from compvl.train.sweep import sweep
+
+CHOICE = data_dir() / "results/lambda/micro-full_choice.csv"
+WEIGHTS = {
+    "attention": (0.03, 0.1, 0.3, 1.0),
+    "gradcam": (0.03, 0.1, 0.3),
+    "perturbation": (0.03, 0.1, 0.3),
+    "gradient": (0.03, 0.1, 0.3),
+}
+
+
+def train_all(profile, processes: int, runs: Path):
+    """Train CLIP-CAE with every weight, and its control."""
+    tried = [ROWS["clip-coco"]]
+    for attribution, weights in WEIGHTS.items():
+        tried += candidates([attribution], weights)
+    configs = [run_config(row, profile) for row in tried]
+    trained = sweep(configs, runs, ["cpu"] * processes)
+    failed = trained[trained.error.notna()]
+    if len(failed):
+        sys.exit(f"{len(failed)} runs failed: {'; '.join(failed.error)}")
+
+
+def main(processes: int, runs: Path):
+    """Train what is not there, evaluate it, and write the choice."""
+    profile = get_profile("micro-full")
+    os.environ["COMPVL_RUNS"] = str(runs.absolute())
+    train_all(profile, processes, runs)
+    with tempfile.TemporaryDirectory() as out:
+        choice = search_weights(
+            WEIGHTS, profile, out, "weights", weights=WEIGHTS, seeds=(0,), by_rules=True
+        )
+    with atomic_write(CHOICE) as path:
+        choice.round(4).to_csv(path, index=False)
+    print(choice.round(2).to_string(index=False))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--runs", type=Path, default=runs_dir())
+    arguments = parser.parse_args()
+    main(arguments.processes, arguments.runs)
