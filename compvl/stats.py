@@ -282,7 +282,7 @@ class Correlation:
         return Interval(self.value, *_percentiles(self.resampled(n_boot, seed), level), len(self))
 
 # %% ../nbs/lib/02_stats.ipynb #3aa563fc
-@lru_cache(maxsize=32)  # a mean over benchmarks draws for each of them
+@lru_cache(maxsize=64)  # a mean over benchmarks draws for each of its parts, 35 at most
 def _draws(n: int, n_boot: int, seed: int) -> np.ndarray:
     """How often each of n items is drawn in each resample: uint8 [n_boot, n].
 
