@@ -6,8 +6,8 @@ CLIP-CAE is trained with each of the weights in `WEIGHTS`, with one seed, for as
 micro-full trains its rows, and evaluated on the validation split. Of the weights whose runs keep
 the two rules of `compvl.paper.convergence`, each attribution takes the one with the highest mean
 accuracy (`compvl.paper.weight_search`). The script writes
-data/results/lambda/micro-full_choice.csv. Runs that are finished are not trained again, and
-interrupted ones go on; a run of micro-full with the chosen weight and the same seed is the same.
+data/results/lambda/micro-full_choice.csv, and keeps metrics and scores of each run in
+data/results/lambda/pieces: what is there is not trained again, and interrupted runs go on.
 """
 
 import argparse
@@ -17,43 +17,46 @@ import tempfile
 from pathlib import Path
 
 from compvl.core import atomic_write, data_dir, runs_dir
+from compvl.paper.pieces import open_pieces
 from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
 from compvl.paper.runs import run_config
 from compvl.paper.weight_search import candidates, search_weights
 from compvl.train.sweep import sweep
 
-CHOICE = data_dir() / "results/lambda/micro-full_choice.csv"
+FOLDER = data_dir() / "results/lambda"
 WEIGHTS = {
     "attention": (0.03, 0.1, 0.3, 1.0),
-    "gradcam": (0.03, 0.1, 0.3),
-    "perturbation": (0.03, 0.1, 0.3),
+    "gradcam": (0.03, 0.1),
+    "perturbation": (0.1, 0.3),
     "gradient": (0.03, 0.1, 0.3),
 }
 
 
 def train_all(profile, processes: int, runs: Path):
-    """Train CLIP-CAE with every weight, and its control."""
+    """Train CLIP-CAE with every weight, and its control, unless their metrics are kept."""
     tried = [ROWS["clip-coco"]]
     for attribution, weights in WEIGHTS.items():
         tried += candidates([attribution], weights)
+    pieces = open_pieces()
     configs = [run_config(row, profile) for row in tried]
+    configs = [config for config in configs if pieces.metrics(config) is None]
     trained = sweep(configs, runs, ["cpu"] * processes)
-    failed = trained[trained.error.notna()]
+    failed = trained[trained.status == "failed"] if len(trained) else trained
     if len(failed):
         sys.exit(f"{len(failed)} runs failed: {'; '.join(failed.error)}")
 
 
 def main(processes: int, runs: Path):
     """Train what is not there, evaluate it, and write the choice."""
-    profile = get_profile("micro-full")
     os.environ["COMPVL_RUNS"] = str(runs.absolute())
+    os.environ["COMPVL_PIECES"] = str(FOLDER / "pieces")
+    profile = get_profile("micro-full")
     train_all(profile, processes, runs)
+    options = dict(weights=WEIGHTS, seeds=(0,), by_rules=True)
     with tempfile.TemporaryDirectory() as out:
-        choice = search_weights(
-            WEIGHTS, profile, out, "weights", weights=WEIGHTS, seeds=(0,), by_rules=True
-        )
-    with atomic_write(CHOICE) as path:
+        choice = search_weights(WEIGHTS, profile, out, "weights", **options)
+    with atomic_write(FOLDER / "micro-full_choice.csv") as path:
         choice.round(4).to_csv(path, index=False)
     print(choice.round(2).to_string(index=False))
 
