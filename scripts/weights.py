@@ -28,7 +28,7 @@ FOLDER = data_dir() / "results/lambda"
 WEIGHTS = {
     "attention": (0.03, 0.1, 0.3, 1.0),
     "gradcam": (0.03, 0.1),
-    "perturbation": (0.1, 0.3),
+    "perturbation": (0.03, 0.1, 0.3),
     "gradient": (0.03, 0.1, 0.3),
 }
 
