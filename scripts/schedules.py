@@ -102,9 +102,13 @@ def main(processes: int, runs: Path):
         sys.exit(f"{len(TRIALS) - len(table)} trials failed")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def training_arguments(description: str) -> dict:
+    """What the command line says: how many processes train, and where runs are."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=runs_dir())
-    arguments = parser.parse_args()
-    main(arguments.processes, arguments.runs)
+    return vars(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main(**training_arguments(__doc__))

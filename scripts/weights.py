@@ -10,13 +10,14 @@ data/results/lambda/micro-full_choice.csv, and keeps metrics and scores of each 
 data/results/lambda/pieces: what is there is not trained again, and interrupted runs go on.
 """
 
-import argparse
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from compvl.core import atomic_write, data_dir, runs_dir
+from schedules import training_arguments
+
+from compvl.core import atomic_write, data_dir
 from compvl.paper.pieces import open_pieces
 from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
@@ -62,8 +63,4 @@ def main(processes: int, runs: Path):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--runs", type=Path, default=runs_dir())
-    arguments = parser.parse_args()
-    main(arguments.processes, arguments.runs)
+    main(**training_arguments(__doc__))
