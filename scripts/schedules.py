@@ -49,11 +49,13 @@ _LONG = [
     (96_000, 3000, 2e-4, 300),
 ]
 _LOW_RANK = [1.5e-3, 3e-3, 5e-3, 1.5e-2]
+_NORMALIZATION_LAYERS = [2e-4, 6e-4, 2e-3]
 TRIALS = [
     *(Trial(row, "micro", 12_000, 120, *rate) for rate in _SHORT for row in _ROWS),
     *(Trial("svlc", "micro", 12_000, 120, rate, 40) for rate in _LOW_RANK),
     *(Trial(row, "micro-full", *schedule) for schedule in _LONG for row in _ROWS),
     Trial("clip-coco", "micro-full", 96_000, 3000, 2.5e-4, 300),
+    *(Trial("sds-clip", "micro-full", 96_000, 3000, rate, 300) for rate in _NORMALIZATION_LAYERS),
 ]
 
 
