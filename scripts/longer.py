@@ -10,8 +10,8 @@ items of micro-full, each row with the seeds that are there, and writes to data/
   longer_pairs.csv, paired differences of rows, longer_losses.csv, what hard positives cost,
   longer_synonyms.csv, longer_synonym_gains.csv and longer_synonym_by_synonym.csv, figures by
   the synonym of the hard positive, and by whether finetuning showed it, longer_curves.csv, what was
-  measured on held-out scenes during training, and longer_examples.csv, the items of Figures 1
-  and 3;
+  measured on held-out scenes during training, longer_examples.csv, the items of Figures 1
+  and 3, and longer_turned.csv, how many items turned from CLIP to DAC-LLM;
 - longer_table3.csv, accuracy and brittleness of the rows of Table 3;
 - longer_convergence.csv, how well all runs that are there keep the two rules of
   `compvl.paper.convergence`;
@@ -31,7 +31,7 @@ from compvl.paper.columns import ACCURACY, MEAN_SCORES
 from compvl.paper.comparisons import LOSS_GROUPS, comparisons, hard_positive_losses
 from compvl.paper.convergence import convergence
 from compvl.paper.evaluation import learning_curves, results
-from compvl.paper.examples import FIGURES, examples_table, figure_examples
+from compvl.paper.examples import FIGURES, examples_table, figure_examples, turned_triplets
 from compvl.paper.loading import TRIPLET_BENCHMARKS, load
 from compvl.paper.longer import CONTRASTED, contrasted_rows, contrasts_of
 from compvl.paper.pieces import open_pieces
@@ -124,6 +124,7 @@ def write_table1(profile, out: Path):
     write_synonyms(found)
     of_figures = {name: figure_examples(found, name) for name in FIGURES}
     write(examples_table(of_figures), "longer_examples.csv")
+    write(turned_triplets(found, "clip", "dac-llm"), "longer_turned.csv")
     write_curves(profile, out, seeds)
     write_summary(found, (*ACCURACY, *MEAN_SCORES), "longer.csv")
     pairs = [pair for pair in PAIRS if set(pair) <= set(seeds)]

@@ -32,7 +32,8 @@ from compvl.paper.evidence import Store
 from compvl.paper.profiles import PROFILES
 
 # What needs models, items or pictures
-ITEMS = """row_models seed_models learning_curves examples turned turned_counts load load_benchmarks
+ITEMS = """row_models seed_models learning_curves examples turned turned_counts turned_triplets
+    load load_benchmarks
     load_benchmark
     kind_attributions attribution_gap supervision captioned_scenes truth_rates operator_shares worst
     sheet scenes train train_towers identifiability dependent_identifiability

@@ -24,8 +24,8 @@ def held_out_losses(
 ) -> dict | None:
     """How well a run keeps the two rules; None where nothing was computed on held-out items.
 
-    Keys: rise and fall, as of `convergence`; term, which one falls most; steps; the last value of
-    each term, by its name (itc, hn, …)."""
+    Keys: rise and fall, as of `convergence`; term, which one falls most, and left, its last value
+    in percent of its first; steps; the last value of each term, by its name (itc, hn, …)."""
     terms = [name for name in metrics if name.startswith("val_") and name.count("_") == 1]
     terms = [name for name in terms if name != "val_loss" and metrics[name].notna().any()]
     if not terms:
@@ -41,11 +41,14 @@ def held_out_losses(
     else:
         fall = fall.drop("val_itc", errors="ignore")
     found = {name.removeprefix("val_"): seen[name].loc[last] for name in terms}
+    falling = seen[fall.idxmax()]
+    first = falling.iloc[0]
     return found | {
         "steps": last,
         "rise": rise,
         "fall": fall.max(),
         "term": fall.idxmax().removeprefix("val_"),
+        "left": 100 * falling.loc[last] / first if first else np.nan,
     }
 
 
@@ -55,7 +58,8 @@ def convergence(log: pd.DataFrame, rows: Iterable[Row]) -> pd.DataFrame:
     `log`: as from `compvl.paper.evaluation.learning_curves`. Columns: model; steps; rise, the
     largest rise of the held-out contrastive loss above its start, in percent, NaN for a row that
     does not train it; fall, the largest fall of a held-out term over the last fifth, in percent;
-    term, which that is; kept."""
+    term, which that is; left, how much of this term is left at the end, in percent of its start,
+    NaN where that is 0; kept."""
     lines = []
     for row in rows:
         trains_itc = row.train.get("w_itc", 1) > 0
@@ -65,13 +69,15 @@ def convergence(log: pd.DataFrame, rows: Iterable[Row]) -> pd.DataFrame:
         if len(runs):
             rise = runs.rise.mean()
             fall = runs.fall.mean()
+            term = runs.loc[runs.fall.idxmax(), "term"]
             lines.append(
                 {
                     "model": row.label,
                     "steps": int(runs.steps.max()),
                     "rise": rise,
                     "fall": fall,
-                    "term": runs.loc[runs.fall.idxmax(), "term"],
+                    "term": term,
+                    "left": runs[runs.term == term].left.mean(),
                     "kept": bool(fall < MOST_FALL and not rise > MOST_RISE),
                 }
             )
@@ -89,7 +95,7 @@ _LOSS_NAMES = dict(
 CONVERGENCE_NOTE = f"""<i>rise</i>: largest rise of the held-out contrastive loss above its start,
 in percent; empty for a row that does not train it. <i>fall</i>: fall over the last fifth of the
 steps, in percent, of the held-out loss that falls most there, which is named in the column
-<i>loss</i>. <i>converged</i>: a rise of at
+<i>loss</i>. <i>left</i>: its last value in percent of its first. <i>converged</i>: a rise of at
 most {MOST_RISE:g} and a fall below {MOST_FALL:g}.""".replace("\n", " ")
 
 
@@ -97,4 +103,5 @@ def convergence_table(found: pd.DataFrame) -> pd.DataFrame:
     """What `convergence` found as notebooks show it, above `CONVERGENCE_NOTE`."""
     loss = found.term.map(lambda term: _LOSS_NAMES.get(term, term))
     converged = found.kept.map({True: "yes", False: "no"})
-    return found[["model", "steps", "rise", "fall"]].assign(loss=loss, converged=converged)
+    shown = found[["model", "steps", "rise", "fall"]]
+    return shown.assign(loss=loss, left=found.left, converged=converged)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FIGURE_ROWS', 'FIGURES', 'Example', 'examples', 'figure_examples', 'examples_said', 'examples_table',
-           'examples_of_table', 'turned', 'turned_counts', 'frequent_substitutions']
+           'examples_of_table', 'turned', 'turned_counts', 'turned_triplets', 'frequent_substitutions']
 
 # %% ../../nbs/lib/paper/11e_examples.ipynb #a70a3b10
 import random
@@ -16,6 +16,7 @@ import pandas as pd
 
 from ..benchmarks.items import Benchmark
 from ..evaluate.tasks import task_of
+from .loading import TRIPLET_BENCHMARKS
 from .results import Results
 from ..text.edits import differing_span
 
@@ -194,20 +195,33 @@ def turned_counts(
     """How many items of a benchmark turned from one row to another, by training seed.
 
     `metric`: by which an item is right, such as aug_acc where items have three texts.
-    A row for each seed that both rows have: `seed`, `to right`, `to wrong`, `items`. Empty where a
-    row or the benchmark is not there."""
+    A row for each seed that both rows have, or, where `before` is a single checkpoint, for each
+    seed of `after`: `seed`, `to right`, `to wrong`, `items`. Empty where a row or the benchmark is
+    not there."""
     columns = ["seed", "to right", "to wrong", "items"]
     if _benchmark(res, benchmark) is None or not {before, after} <= set(res.scores):
         return pd.DataFrame(columns=columns)
+    first, *others = res.scores[before]
     rows = []
     for seed in res.scores[after]:
-        if seed in res.scores[before]:
-            was_right = _is_right(res, before, seed, benchmark, metric)
+        seed_before = seed if others else first
+        if seed_before in res.scores[before]:
+            was_right = _is_right(res, before, seed_before, benchmark, metric)
             is_right = _is_right(res, after, seed, benchmark, metric)
             to_right = (is_right & ~was_right).sum()
             to_wrong = (was_right & ~is_right).sum()
             rows.append((seed, to_right, to_wrong, len(is_right)))
     return pd.DataFrame(rows, columns=columns)
+
+
+def turned_triplets(res: Results, before: str, after: str) -> pd.DataFrame:
+    """`turned_counts` on REPLACE and SWAP, by augmented accuracy, with a column `benchmark`."""
+    tables = []
+    for name in TRIPLET_BENCHMARKS:
+        counts = turned_counts(res, name, before, after, "aug_acc")
+        tables.append(counts.assign(benchmark=name))
+    turned = pd.concat(tables, ignore_index=True)
+    return turned[["benchmark", *turned.columns.drop("benchmark")]]
 
 # %% ../../nbs/lib/paper/11e_examples.ipynb #bcd7886a
 def frequent_substitutions(benchmark: Benchmark) -> pd.DataFrame:

@@ -107,11 +107,13 @@ def judged(id: str | Statement, store: Store) -> Evaluation | None:
 
 # %% ../../nbs/lib/paper/19_ledger.ipynb #f439c8d7
 def difference_text(value: float, unit: str = "points") -> str:
-    """A difference with its sign; of nats, small ones are written as powers of ten."""
+    """A difference with its sign; of nats, tiny ones are written as powers of ten."""
     if unit != "nats":
         return figure_text(value, 1, "+")
     if abs(value) >= 0.01:
         return figure_text(value, 2, "+")
+    if abs(value) >= 0.0005:
+        return figure_text(value, 3, "+")
     return "0" if value == 0 else f"{value:+.0e}".replace("-", "−")
 
 

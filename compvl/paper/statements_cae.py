@@ -400,7 +400,7 @@ _TABLES_2_5 = [
         "Section 4.2",
         "L_attr and hard negatives together are ahead of hard negatives alone (here: mean of the "
         "benchmarks, Winoground and ARO's relations apart)",
-        "L_attr helps beside hard negatives",
+        "L_attr added to hard negatives helps",
         tuple(
             _mean_change(f"{key}-hn", "hn", _BY_HN, "benchmarks", "cae_table2") for key in _CAE_KEYS
         ),
@@ -448,7 +448,7 @@ _TABLES_2_5 = [
     Statement(
         "CAE23",
         "Table 5",
-        "L_attr beside the contrastive loss helps more than the contrastive loss alone, on average",
+        "The contrastive loss with L_attr helps more than the contrastive loss alone, on average",
         "both help more",
         (_change("cae-attention", _CLIP_FT, _ABLATED["average"], "cae_table5"),),
     ),

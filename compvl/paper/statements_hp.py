@@ -852,8 +852,8 @@ _CAPTION, _HARD_NEGATIVE, _HARD_POSITIVE = MEAN_SCORES
 _SYMBOLS = {_HARD_NEGATIVE: "s(c_n)", _HARD_POSITIVE: "s(c_p)"}
 _GROUPS = {"replace": "macro", "swap": "all"}  # benchmark -> the group over all of it
 
-# The texts whose score can fall beside the caption's. A hard positive of SWAP is none of them: the
-# order of its phrases and that of the caption's are drawn at random, so that the two scores are
+# The texts whose score can fall relative to the caption's. A hard positive of SWAP is none of them:
+# the order of its phrases and that of the caption's are drawn at random, so that the two scores are
 # alike in any model.
 _PERTURBED = {"replace": (_HARD_NEGATIVE, _HARD_POSITIVE), "swap": (_HARD_NEGATIVE,)}
 
@@ -1011,8 +1011,8 @@ _MORE = [
         "HP60",
         "Section 4.3",
         "Models with hard negatives of one kind lower the scores of perturbed captions of the "
-        "other kind (here: most of these scores, beside that of the caption, from CLIP; hard "
-        "positives of REPLACE alone, as those of SWAP are made like captions)",
+        "other kind (here: most of these scores, relative to that of the caption, from CLIP; "
+        "hard positives of REPLACE alone, as those of SWAP are made like captions)",
         "lower scores of the other kind",
         _other_kind("clip"),
         "most",
@@ -1179,8 +1179,8 @@ _MORE = [
     Statement(
         "HP84",
         "Section 5.2",
-        "HP+HN maintains the score of the hard positive beside that of the caption (here: on "
-        "REPLACE, it puts the hard positive nearer to the caption than CLIP does)",
+        "HP+HN maintains the score of the hard positive relative to that of the caption (here: "
+        "on REPLACE, it puts the hard positive nearer to the caption than CLIP does)",
         "HP+HN: hard positive near caption",
         (_further_below("hp+hn", "clip"),),
         unit="hundredths",
@@ -1234,9 +1234,9 @@ _MORE = [
         "HP89",
         "Section 4.3",
         "Models finetuned on hard negatives give low scores to all perturbed captions, whether "
-        "their meaning changed or not (here: beside that of the caption, lower than CLIP's, on "
-        "average over the seven models; hard negatives of both benchmarks, and hard positives of "
-        "REPLACE, as those of SWAP are made like captions)",
+        "their meaning changed or not (here: relative to that of the caption, lower than CLIP's, "
+        "on average over the seven models; hard negatives of both benchmarks, and hard positives "
+        "of REPLACE, as those of SWAP are made like captions)",
         "perturbed captions score low",
         _perturbed("clip"),
         unit="hundredths",
