@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import platform
-import random
 import re
 import subprocess
 import sys
@@ -29,8 +28,8 @@ from typing import Any
 # %% auto #0
 __all__ = ['FEW_SHAPES', 'CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir',
            'cache_dir', 'make_folder', 'atomic_write', 'write_json', 'cannot_read', 'read_json', 'iter_jsonl',
-           'read_jsonl', 'read_csv', 'config_hash', 'seed_everything', 'git_commit', 'cores', 'environment',
-           'torch_device', 'release_memory', 'kept_objects', 'require']
+           'read_jsonl', 'read_csv', 'config_hash', 'git_commit', 'cores', 'environment', 'torch_device',
+           'release_memory', 'kept_objects', 'require']
 
 # %% ../nbs/lib/01_core.ipynb #7297f029
 # tqdm asks for ipywidgets, which nothing here needs
@@ -260,16 +259,6 @@ def config_hash(cfg: Any) -> str:
         cfg, sort_keys=True, default=_plain, ensure_ascii=False, separators=(",", ":")
     )
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-# %% ../nbs/lib/01_core.ipynb #af1777ae
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators (all devices) with `seed`."""
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 # %% ../nbs/lib/01_core.ipynb #bc3d28e2
 def _git(*arguments: str) -> str:

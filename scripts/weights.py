@@ -36,9 +36,7 @@ WEIGHTS = {
 
 def train_all(profile, processes: int, runs: Path):
     """Train CLIP-CAE with every weight, and its control, unless their metrics are kept."""
-    tried = [ROWS["clip-coco"]]
-    for attribution, weights in WEIGHTS.items():
-        tried += candidates([attribution], weights)
+    tried = [ROWS["clip-coco"], *candidates(WEIGHTS)]
     pieces = open_pieces()
     configs = [run_config(row, profile) for row in tried]
     configs = [config for config in configs if pieces.metrics(config) is None]

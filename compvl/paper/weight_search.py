@@ -49,11 +49,11 @@ def _with_weight(attribution: str, weight: float) -> Row:
     return replace(row, key=key, label=f"{row.label}, λ = {weight:g}")
 
 
-def candidates(attributions: Iterable[str], weights: Sequence[float] = WEIGHTS) -> list[Row]:
-    """The rows of a search: CLIP-CAE with each attribution (as in `ATTRIBUTIONS`) and weight."""
+def candidates(weights: Mapping[str, Sequence[float]]) -> list[Row]:
+    """The rows of a search: CLIP-CAE with each attribution (of `ATTRIBUTIONS`) and its weights."""
     found = []
-    for attribution in attributions:
-        found += [_with_weight(attribution, weight) for weight in weights]
+    for attribution, of_attribution in weights.items():
+        found += [_with_weight(attribution, weight) for weight in of_attribution]
     return found
 
 # %% ../../nbs/lib/paper/11h_weight_search.ipynb #9f4f61e6
@@ -65,7 +65,7 @@ def _choice_of(
     by_rules: bool,  # as for `search_weights`
 ) -> pd.DataFrame:
     """The choice of one attribution's weight: a row for each."""
-    tried = candidates([attribution], weights)
+    tried = candidates({attribution: weights})
     rules = convergence(curves, tried)[["rise", "fall", "kept"]].set_axis(weights)
     keeping = list(rules.index[rules.kept]) if by_rules else []
     keys = {weight: row.key for weight, row in zip(weights, tried, strict=True)}
@@ -99,9 +99,7 @@ def search_weights(
         weights = dict.fromkeys(attributions, weights)
     fewer = dict.fromkeys(("seeds", "main_seeds", "control_seeds"), tuple(seeds))
     profile = replace(profile, n_items=min(profile.n_items, _MOST_ITEMS), **fewer)
-    weighted = []
-    for attribution in attributions:
-        weighted += candidates([attribution], weights[attribution])
+    weighted = candidates({attribution: weights[attribution] for attribution in attributions})
     tried = [*rows("clip", "clip-coco"), *weighted]
     options = dict(split="val", joined={"mean": COMPOSITION[:9]}, progress=progress)
     found = results(tried, CAE_BENCHMARKS, profile, out, name, **options)

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from ..core import CompvlError, environment, runs_dir, write_json
-from ..models.clip import Model
+from ..models.clip import Model, bound_log_scale
 from ..models.diffusion import Diffusion
 from ..models.weights import load_weights
 from .batches import Collate, Steps, stream_batches
@@ -81,7 +81,7 @@ class Trainer:
             self.alternatives = nearest_alternatives(model, data, config.alternatives)
         words = getattr(data, "words", None)
         set_up_clip(model, config, words)
-        self.bound_scale()
+        bound_log_scale(self.model.clip.logit_scale)
         self.data = data
         self.collate = Collate(model, config, words)
         self.bare = Towers(model, teacher, config.frozen).train()
@@ -217,15 +217,8 @@ class Trainer:
             loss, logged = self.train_micro_batch(batch)
             self.columns = ["loss", *logged]
             values.append(torch.stack([loss, *(value.float() for value in logged.values())]))
-        self.bound_scale()
+        bound_log_scale(self.model.clip.logit_scale)
         return torch.stack(values).mean(0)
-
-    def bound_scale(self):
-        """Keep the scale between 1 and 100, where it is trained."""
-        log_scale = self.model.clip.logit_scale
-        if log_scale.requires_grad:
-            with torch.no_grad():
-                log_scale.clamp_(0, math.log(100))
 
     def train_micro_batch(self, batch: dict) -> tuple[torch.Tensor, dict]:
         """Add the gradients of a micro-batch; update the weights after the last of a step."""

@@ -6,7 +6,6 @@
 __all__ = ['MatcherConfig', 'matcher_name', 'train_matcher', 'ship_matcher']
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #0dc93654
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from ..core import CompvlError, config_hash, runs_dir, torch_device
 from ..data.loading import load_train_data
 from ..evaluate.scorers import check_at_least_one
-from ..models.clip import create_model
+from ..models.clip import bound_log_scale, create_model
 from ..models.matcher import Matcher, as_model
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
 from .matching import matching_losses
@@ -98,8 +97,7 @@ class _MatcherTraining(SceneTraining):
 
     def after(self, done):
         """The logit scale, kept at most 100."""
-        with torch.no_grad():
-            self.net.logit_scale.clamp_(0, math.log(100))
+        bound_log_scale(self.net.logit_scale)
         return {"logit_scale": self.net.logit_scale.detach().exp()}
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #6a160900

@@ -20,14 +20,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
 from open_clip import CoCa
 from open_clip.transformer import ResidualAttentionBlock
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..benchmarks.loading import expand
-from ..core import CompvlError, pick, seed_everything
+from ..core import CompvlError, pick
 from ..data.images import INTERPOLATIONS, RESIZE_MODES, decode
 from ..data.loading import TRAIN_DATA, data_options, load_train_data
 from ..models.clip import Model, create_model, preprocess_config
@@ -260,7 +260,7 @@ def open_parts(
     if data is None:
         check_data_has(config)
     is_given = model is not None
-    seed_everything(config.seed)
+    set_seed(config.seed)
     model = _with_normalization(model if is_given else _named_model(config, device))
     check_trainable(model)
     if is_given:
