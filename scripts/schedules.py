@@ -98,7 +98,7 @@ def main(processes: int, runs: Path):
         if error is None:
             lines[trial] = line_of(trial, runs / run)
     table = pd.DataFrame([lines[trial] for trial in TRIALS if trial in lines])
-    measured = dict.fromkeys(["itc", "hn", "rise", "fall"], 4)
+    measured = dict.fromkeys(["itc", "hn", "sds", "rise", "fall", "left"], 4)
     table.round(measured).to_csv(TABLE, index=False)
     if len(table) < len(TRIALS):
         sys.exit(f"{len(TRIALS) - len(table)} trials failed")

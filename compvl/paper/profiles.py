@@ -180,6 +180,7 @@ _W_ATTR = {
     "gradient": 0.3,
     "gradient-cosine": 0.3,
 }
+_W_ATTR_FULL = _W_ATTR | {"perturbation": 0.1}
 
 # %% ../../nbs/lib/paper/01_profiles.ipynb #aa46cf6e
 _SMOKE_PROFILE = Profile(
@@ -206,7 +207,7 @@ _MICRO_FULL_PROFILE = Profile(
     main_seeds=(0, 1, 2, 3, 4),
     control_seeds=(0, 1, 2, 3, 4, 5, 6, 7),
     base_seeds=(0, 1, 2),
-    w_attr=_W_ATTR,
+    w_attr=_W_ATTR_FULL,
 )
 _PAPER_PROFILE = Profile(
     "paper",
