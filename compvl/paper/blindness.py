@@ -123,7 +123,7 @@ def _blindness_legend(rows: Sequence) -> list[Line2D]:
     for number, row in enumerate(rows):
         color, marker = look(row.key, number)
         handles.append(Line2D([], [], color=color, marker=marker, ls="", label=short(row.label)))
-    handles.append(Line2D([], [], label="true-optimal (causal model)", **_OPTIMAL))
+    handles.append(Line2D([], [], label="perfect (left), true-optimal (right)", **_OPTIMAL))
     handles.append(Line2D([], [], label="pseudo-optimal", **_PSEUDO))
     return handles
 

@@ -110,7 +110,8 @@ TCL = [
         "TCL10",
         "Figures 3, 4",
         "SWAP, REPLACE and ADD make up to 80 % of the negatives of ARO and VALSE (here: of VALSE, "
-        "to five points, as ARO's tests were not at hand; the difference is that from 80 %)",
+        "as ARO's tests were not at hand, and read as a share of 80 %, within five points; the "
+        "difference is that from 80 %, and above zero exceeds an upper bound)",
         "operators make up to 80 % of negatives",
         (Findings(_OPERATORS, ("operators-valse",), seeds=1),),
     ),
@@ -137,7 +138,8 @@ TCL = [
         "TCL12",
         "Table 2",
         "Training with operators applied repeatedly gains accuracy (1.84 points on CC3M, over "
-        "what the summary does not say; here: over operators applied once)",
+        "what the summary does not say; here: over operators applied once. Over none, see the "
+        "figure in 09_iterated_operators.)",
         "repeated operators: gain",
         (_GAIN,),
     ),
