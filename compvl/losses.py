@@ -324,7 +324,9 @@ def bag_negative_loss(
     Mean over i of −log (Σ_k e^(s I_i·X_ik) / (Σ_k e^(s I_i·X_ik) + Σ_k e^(s I_i·N_ik))). Images
     without a caption or without a hard negative are left out; exactly zero where all are. For
     K = K' = 1, it is `hard_negative_loss`. Returns this process's share of the global batch's loss.
+    Raises CompvlError for different numbers of rows.
     Source: Doveh et al. 2023 (DAC), its released code."""
+    _check_rows(images, bags=bags, negatives=negatives)
     with torch.autocast(images.device.type, enabled=False):
         images = precise(images)
         bags, mask = _masked(bags, mask)
@@ -343,8 +345,9 @@ def sigmoid_loss(
 ) -> Tensor:
     """Mean over i of −Σ_j log σ(y_ij (s I_i·T_j + b)), y_ij = 1 for i = j and else −1; a scalar.
 
-    Returns this process's share of the global batch's loss. Source: Zhai et al. 2023 (SigLIP),
-    Equation 1."""
+    Returns this process's share of the global batch's loss. Raises CompvlError for different
+    numbers of rows. Source: Zhai et al. 2023 (SigLIP), Equation 1."""
+    _check_rows(images, captions=captions, groups=groups)
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(precise, (images, captions))
         logits = scale * images @ gather_features(captions).T + bias
@@ -367,8 +370,9 @@ def sigmoid_pair_loss(
     """Mean over i of −log σ(sign (s I_i·X_i + b)); a scalar.
 
     Further texts of an image as further pairs of `sigmoid_loss`. Rows without a text are left out.
-    Returns this process's share of the global batch's loss. Source: Zhai et al. 2023 (SigLIP),
-    Algorithm 1, the loss of a pair."""
+    Returns this process's share of the global batch's loss. Raises CompvlError for different
+    numbers of rows. Source: Zhai et al. 2023 (SigLIP), Algorithm 1, the loss of a pair."""
+    _check_rows(images, texts=texts, mask=mask)
     with torch.autocast(images.device.type, enabled=False):
         images = precise(images)
         texts, present = _masked(texts, mask)
@@ -387,7 +391,8 @@ def softmax_bias(
 
     With it, `sigmoid_loss` trains a model that has no logit bias of its own, such as CLIP; it is
     ours. Items that are contrasted with no other are left out; 0 where all are. A scalar without
-    gradient, the same on all processes."""
+    gradient, the same on all processes. Raises CompvlError for different numbers of rows."""
+    _check_rows(images, captions=captions, groups=groups)
     with torch.autocast(images.device.type, enabled=False):
         logits = scale * precise(images) @ gather_features(precise(captions)).T
         excluded = torch.zeros_like(logits, dtype=torch.bool)

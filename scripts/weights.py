@@ -41,7 +41,7 @@ def train_all(profile, processes: int, runs: Path):
     configs = [run_config(row, profile) for row in tried]
     configs = [config for config in configs if pieces.metrics(config) is None]
     trained = sweep(configs, runs, ["cpu"] * processes)
-    failed = trained[trained.status == "failed"] if len(trained) else trained
+    failed = trained[trained.status == "failed"]
     if len(failed):
         sys.exit(f"{len(failed)} runs failed: {'; '.join(failed.error)}")
 

@@ -52,12 +52,14 @@ def inference(model, device=None):
             model.clip.to(home)
 
 # %% ../../nbs/lib/evaluate/04_embed.ipynb #4fb60d6e
-def _default_batch_size(model) -> int:
+def _default_batch_size(model, is_any_size: bool) -> int:
     """Images a batch: 32 of 224 pixels on a CPU, 256 on a GPU, more where they are smaller.
+
+    `is_any_size`: whether the model has an image size of its own, as its `can_normalize` says.
 
     On a CPU at most 128, since the activations of more do not fit into its cache."""
     base, largest = (32, 128) if model.device.type == "cpu" else (256, 512)
-    times_smaller = (224 // model.image_size) ** 2 if model.can_normalize else 1
+    times_smaller = (224 // model.image_size) ** 2 if is_any_size else 1
     return min(largest, base * max(1, times_smaller))
 
 
@@ -197,7 +199,7 @@ class Embedder(FeatureScores):
     @property
     def batch_size(self) -> int:
         """Images a batch; where none was given, that of the device where the model is now."""
-        return self._given_batch_size or _default_batch_size(self.model)
+        return self._given_batch_size or _default_batch_size(self.model, self.loader.can_normalize)
 
     def texts(self, captions: Sequence[str], desc: str = "captions") -> Tensor:
         """Unit features of captions, float32 [len(captions), D] on the CPU.

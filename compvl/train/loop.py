@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from ..core import CompvlError, environment, runs_dir, write_json
+from ..core import CompvlError, environment, make_folder, runs_dir, write_json
 from ..models.clip import Model, bound_log_scale
 from ..models.diffusion import Diffusion
 from ..models.weights import load_weights
@@ -398,7 +398,7 @@ def train(
 
     with ExitStack() as stack:
         if accelerator.is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, "name another folder of runs")
             stack.enter_context(lock_folder(folder))
             if not resume:
                 forget_run(folder)

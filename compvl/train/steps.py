@@ -17,7 +17,14 @@ import torch
 from filelock import FileLock
 from tqdm import tqdm
 
-from ..core import CompvlError, atomic_write, data_dir, environment, write_json
+from compvl.core import (
+    CompvlError,
+    atomic_write,
+    data_dir,
+    environment,
+    make_folder,
+    write_json,
+)
 from ..models.formats import brief
 
 # %% ../../nbs/lib/train/10_steps.ipynb #a7163b5a
@@ -104,9 +111,10 @@ def train_steps(
     metrics.csv (step, lr, and loss and its parts: means over the steps since the row before it; a
     row each `log_every` steps, and with each checkpoint), weights.safetensors, DONE, and
     checkpoint.pt while the run is under way.
-    Raises CompvlError where the loss is not finite, and where checkpoint.pt cannot be read."""
+    Raises CompvlError where the loss is not finite, where checkpoint.pt cannot be read, and where
+    the folder cannot be made."""
     # Longer than 40 lines: the signature, and the loop that reads from top to bottom.
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "name another folder of runs")
     checkpoint = folder / "checkpoint.pt"
     with FileLock(folder / ".lock"):
         if not resume:

@@ -233,9 +233,11 @@ def last_metrics(folder: Path | None) -> dict:
 
 def sweep_table(configs: Sequence[TrainConfig], outcomes: Sequence[Outcome]) -> pd.DataFrame:
     """A row for each config; see `sweep`."""
+    if not configs:
+        return pd.DataFrame(columns=["run", "status", "error"])
     fields = [asdict(config) for config in configs]
     different = []
-    for name in fields[0] if fields else ():
+    for name in fields[0]:
         if any(other[name] != fields[0][name] for other in fields):
             different.append(name)
     rows = []
