@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from coco_captions import coco_negatives
 
 from compvl.benchmarks import load_benchmark, load_benchmarks
 from compvl.core import data_dir, git_commit
@@ -20,8 +21,7 @@ from compvl.evaluate.blind import WordModel, blind_figures, word_model
 
 def coco_model(folder: Path) -> WordModel:
     """The unigram model of the COCO captions."""
-    path = folder / "aro/coco_val_neg_captions.tsv"
-    return word_model(pd.read_csv(path, sep="\t", quoting=3).title)
+    return word_model(coco_negatives(folder).title)
 
 
 def baseline(folder: Path) -> pd.DataFrame:

@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import pandas as pd
+from coco_captions import coco_negatives
 
 from compvl.benchmarks import load_benchmark, load_benchmarks
 from compvl.core import data_dir, git_commit
@@ -28,7 +29,7 @@ TARGET_NAMES = {"obj": "object", "att": "attribute", "rel": "relation"}
 
 def aro_negatives(folder: Path):
     """(benchmark, group, caption, negative) of ARO's negatives of COCO captions."""
-    table = pd.read_csv(folder / "aro/coco_val_neg_captions.tsv", sep="\t")
+    table = coco_negatives(folder)
     for caption, foils in zip(table.title, table.neg_caption, strict=True):
         for foil in ast.literal_eval(foils):
             yield "ARO COCO captions", "", caption, foil

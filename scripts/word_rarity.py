@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from coco_captions import coco_negatives
 
 from compvl.core import data_dir, git_commit
 from compvl.microworld.rarity import rare_words, word_counts
@@ -65,8 +66,7 @@ def substitutes(captions: pd.Series) -> pd.DataFrame:
 
 def main(folder: Path):
     """Write both tables."""
-    path = folder / "aro/coco_val_neg_captions.tsv"
-    captions = pd.read_csv(path, sep="\t", quoting=3).title.str.lower()
+    captions = coco_negatives(folder).title.str.lower()
     frequency = word_counts(captions)
     sources = list(released_pairs(folder))
     for method, sound in (("crepe-replace", True), ("svlc-rules", False)):
