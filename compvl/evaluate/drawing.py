@@ -114,7 +114,7 @@ def _draw_images(axes, item, row, size: int):
 
 def _margin(row) -> str:
     """By how much the model is wrong: ranks, or a difference of scores."""
-    in_ranks = "rank" in row and "s_c" not in row and "s_image" not in row
+    in_ranks = "rank" in row and not row.index.str.startswith("s_").any()
     return f"{row['margin']:,.0f}" if in_ranks else f"{row['margin']:.3f}"
 
 

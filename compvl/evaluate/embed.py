@@ -52,14 +52,14 @@ def inference(model, device=None):
             model.clip.to(home)
 
 # %% ../../nbs/lib/evaluate/04_embed.ipynb #4fb60d6e
-def _default_batch_size(model, is_any_size: bool) -> int:
+def _default_batch_size(model, can_normalize: bool) -> int:
     """Images a batch: 32 of 224 pixels on a CPU, 256 on a GPU, more where they are smaller.
 
-    `is_any_size`: whether the model has an image size of its own, as its `can_normalize` says.
+    `can_normalize` is the model's, which a wrapped one computes anew each time.
 
     On a CPU at most 128, since the activations of more do not fit into its cache."""
     base, largest = (32, 128) if model.device.type == "cpu" else (256, 512)
-    times_smaller = (224 // model.image_size) ** 2 if is_any_size else 1
+    times_smaller = (224 // model.image_size) ** 2 if can_normalize else 1
     return min(largest, base * max(1, times_smaller))
 
 

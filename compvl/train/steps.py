@@ -17,14 +17,7 @@ import torch
 from filelock import FileLock
 from tqdm import tqdm
 
-from compvl.core import (
-    CompvlError,
-    atomic_write,
-    data_dir,
-    environment,
-    make_folder,
-    write_json,
-)
+from ..core import CompvlError, atomic_write, data_dir, environment, make_folder, write_json
 from ..models.formats import brief
 
 # %% ../../nbs/lib/train/10_steps.ipynb #a7163b5a
