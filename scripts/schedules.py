@@ -50,12 +50,14 @@ _LONG = [
 ]
 _LOW_RANK = [1.5e-3, 3e-3, 5e-3, 1.5e-2]
 _NORMALIZATION_LAYERS = [2e-4, 6e-4, 2e-3]
+_ATTRIBUTION = ["cae-attention", "cae-gradient"]
 TRIALS = [
     *(Trial(row, "micro", 12_000, 120, *rate) for rate in _SHORT for row in _ROWS),
     *(Trial("svlc", "micro", 12_000, 120, rate, 40) for rate in _LOW_RANK),
     *(Trial(row, "micro-full", *schedule) for schedule in _LONG for row in _ROWS),
     Trial("clip-coco", "micro-full", 96_000, 3000, 2.5e-4, 300),
     *(Trial("sds-clip", "micro-full", 96_000, 3000, rate, 300) for rate in _NORMALIZATION_LAYERS),
+    *(Trial(row, "micro-full", 96_000, 6000, 2e-4, 300) for row in _ATTRIBUTION),
 ]
 
 
@@ -98,7 +100,7 @@ def main(processes: int, runs: Path):
         if error is None:
             lines[trial] = line_of(trial, runs / run)
     table = pd.DataFrame([lines[trial] for trial in TRIALS if trial in lines])
-    measured = dict.fromkeys(["itc", "hn", "sds", "rise", "fall", "left"], 4)
+    measured = dict.fromkeys(["itc", "hn", "sds", "attr", "rise", "fall", "left"], 4)
     table.round(measured).to_csv(TABLE, index=False)
     if len(table) < len(TRIALS):
         sys.exit(f"{len(TRIALS) - len(table)} trials failed")
