@@ -15,6 +15,7 @@ items of micro-full, each row with the seeds that are there, and writes to data/
 - longer_table3.csv, accuracy and brittleness of the rows of Table 3;
 - longer_convergence.csv, how well all runs that are there keep the two rules of
   `compvl.paper.convergence`;
+- 09_iterated_operators_returns.csv, what each further application of the operators brings;
 - <results>_contrasts.csv, the figures that the ledger's statements are tested by, as far as their
   rows are there (`compvl.paper.longer`): of two rows, the seeds that both have.
 
@@ -36,6 +37,7 @@ from compvl.paper.loading import TRIPLET_BENCHMARKS, load
 from compvl.paper.longer import CONTRASTED, contrasted_rows, contrasts_of
 from compvl.paper.pieces import open_pieces
 from compvl.paper.profiles import get_profile
+from compvl.paper.returns import BY_APPLICATIONS, RETURNS_ON, diminishing
 from compvl.paper.rows import ROWS, rows
 from compvl.paper.runs import run_config, seeds_of
 from compvl.paper.statements import contrasts_table
@@ -43,7 +45,7 @@ from compvl.paper.synonyms import synonym_by_synonym, synonym_gains, synonym_tab
 from compvl.paper.table_rows import HP_RATIOS, HP_TABLE1
 
 FOLDER = data_dir() / "results/micro-full"
-PARTS = ["table1", "table3", "convergence", *CONTRASTED]
+PARTS = ["table1", "table3", "convergence", "returns", *CONTRASTED]
 WATCHED = rows("clip-coco", "hn", "hp+hn", "swap-only", "replace-only")
 PAIRS = [
     ("clip", "clip-coco"),
@@ -164,6 +166,17 @@ def write_contrasts(name: str, profile, out: Path):
     write(contrasts_table(tests, found), f"{name}_contrasts.csv")
 
 
+def write_returns(profile, out: Path):
+    """Whether further applications of the operators bring less, as TCL13 is tested by it."""
+    benchmarks, joined = CONTRASTED["09_iterated_operators"]
+    iterated = rows(*BY_APPLICATIONS)
+    seeds = seeds_there(iterated, benchmarks, profile)
+    found = results_there(iterated, seeds, benchmarks, profile, out, "returns", joined)
+    returns = diminishing(found, BY_APPLICATIONS, RETURNS_ON)
+    fewest = min(map(len, seeds.values()))
+    write(returns.assign(seeds=fewest), "09_iterated_operators_returns.csv")
+
+
 def main(only: list[str] | None):
     """Evaluate the rows that are there, and write the tables."""
     os.environ["COMPVL_PIECES"] = str(FOLDER / "pieces")
@@ -176,6 +189,8 @@ def main(only: list[str] | None):
                 write_table3(profile, Path(out))
             elif name == "convergence":
                 write_convergence(profile, Path(out))
+            elif name == "returns":
+                write_returns(profile, Path(out))
             else:
                 write_contrasts(name, profile, Path(out))
 

@@ -151,7 +151,7 @@ TCL = [
         "repeated operators: diminishing returns",
         (
             Findings(
-                f"{_ITERATED}_findings",
+                f"{_ITERATED}_returns",
                 tuple(
                     f"diminishing-{key}-{benchmark}"
                     for key, benchmark in product(("tcl-2", "tcl-3"), ("replace", "swap", "pairs"))
