@@ -1,7 +1,7 @@
 """Make the pieces of a profile with many seeds.
 
     python scripts/pieces.py [--profile micro-full] [--processes 2] [--minutes 120]
-        [--rows vit-b-16 rn50] [--folder data/results/micro-full/pieces] [--cost]
+        [--rows vit-b-16 rn50] [--seeds 1 2] [--folder data/results/micro-full/pieces] [--cost]
 
 A piece is a row of the papers' tables with one seed: trained, and scored on every benchmark that
 the notebooks show it on. The folder holds whole pieces alone, so the command goes on where it was
@@ -252,6 +252,7 @@ def parse_arguments():
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--rows", nargs="+", help="keys of rows: these alone")
+    parser.add_argument("--seeds", type=int, nargs="+", help="these alone")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--cost", action="store_true", help="what was trained, and what is left")
     return parser, parser.parse_args()
@@ -275,6 +276,8 @@ def main():
         parser.error(f"no rows with pieces: {', '.join(unknown)}; known are {', '.join(known)}")
     if options.rows:
         todo = [piece for piece in todo if piece[0].key in options.rows]
+    if options.seeds:
+        todo = [piece for piece in todo if piece[1] in options.seeds]
     if options.cost:
         print(cost(folder, todo, profile))
         return
