@@ -346,8 +346,8 @@ _TABLE_1 = [
     Statement(
         "CAE15",
         "Section 4.1",
-        "On Winoground, the loss by attention gains 5.3 points of image score and 2.9 of group "
-        "score over CLIP-FT",
+        "On Winoground, the attention-based loss gains 5.3 points of image score and 2.9 of "
+        "group score over CLIP-FT",
         "L_attr helps Winoground",
         tuple(_change("cae-attention", _CLIP_FT, _WINOGROUND[part]) for part in ("image", "group")),
     ),
@@ -410,8 +410,8 @@ _TABLES_2_5 = [
     Statement(
         "CAE20",
         "Section 4.2",
-        "Added to hard negatives, the loss by attention gains 4.7 points of text, 4.1 of image and "
-        "2.9 of group score on Winoground (the largest gains of the four losses)",
+        "Added to hard negatives, the attention-based loss gains 4.7 points of text, 4.1 of image "
+        "and 2.9 of group score on Winoground (the largest gains of the four losses)",
         "L_attr and HN on Winoground",
         tuple(
             _change("cae-attention-hn", "hn", column, "cae_table2")
@@ -646,7 +646,7 @@ _SECTION_4 = [
     Statement(
         "CAE35",
         "Section 4.2",
-        "Beside hard negatives, the loss by perturbation gains 3.2 points on VL-CheckList's "
+        "Beside hard negatives, the perturbation-based loss gains 3.2 points on VL-CheckList's "
         "relations",
         "perturbation and HN, VL-CheckList",
         (
