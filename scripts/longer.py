@@ -8,6 +8,7 @@ items of micro-full, each row with the seeds that are there, and writes to data/
 
 - longer.csv, accuracy, brittleness and mean scores of each row of Table 1 that is there,
   longer_pairs.csv, paired differences of rows, longer_losses.csv, what hard positives cost,
+  longer_perturbed_scores.csv, how far perturbed texts score below the caption,
   longer_synonyms.csv, longer_synonym_gains.csv and longer_synonym_by_synonym.csv, figures by
   the synonym of the hard positive, and by whether finetuning showed it, longer_curves.csv, what was
   measured on held-out scenes during training, longer_examples.csv, the items of Figures 1
@@ -29,7 +30,12 @@ from pathlib import Path
 
 from compvl.core import atomic_write, data_dir
 from compvl.paper.columns import ACCURACY, MEAN_SCORES
-from compvl.paper.comparisons import LOSS_GROUPS, comparisons, hard_positive_losses
+from compvl.paper.comparisons import (
+    LOSS_GROUPS,
+    comparisons,
+    hard_positive_losses,
+    perturbed_scores,
+)
 from compvl.paper.convergence import convergence
 from compvl.paper.evaluation import learning_curves, results
 from compvl.paper.examples import FIGURES, examples_table, figure_examples, turned_triplets
@@ -132,6 +138,7 @@ def write_table1(profile, out: Path):
     pairs = [pair for pair in PAIRS if set(pair) <= set(seeds)]
     write(comparisons(found, pairs, ACCURACY), "longer_pairs.csv")
     write(hard_positive_losses(found, LOSS_GROUPS), "longer_losses.csv")
+    write(perturbed_scores(found, LOSS_GROUPS, "clip-coco"), "longer_perturbed_scores.csv")
 
 
 def write_table3(profile, out: Path):
