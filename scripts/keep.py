@@ -26,6 +26,7 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 from nbdev.clean import nbdev_clean
+from pieces import training_seconds
 from readme import ROOT, write
 
 from compvl.app.plan import reads_others
@@ -34,7 +35,7 @@ from compvl.core import notebook_number
 from compvl.paper.pieces import Pieces
 from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
-from compvl.paper.runs import run_config
+from compvl.paper.runs import config_name, run_config
 from compvl.paper.table_rows import HP_TABLE8
 
 NOTEBOOKS = ROOT / "nbs/paper"
@@ -113,16 +114,15 @@ def keep_times(out: Path, folder: Path | None = None):
 def training_run(row, seed: int, profile, pieces: Pieces) -> dict | None:
     """The name, steps and seconds of a training run whose metrics are among the pieces."""
     config = run_config(row, profile, seed)
-    if config is None or not pieces.file(config).exists():
+    metrics = None if config is None else pieces.metrics(config)
+    if metrics is None:
         return None
-    metrics = pieces.file(config)
-    speed = pd.read_csv(metrics).samples_per_s
     return dict(
         method=row.key,
         seed=seed,
-        run=metrics.name.removesuffix(".csv.gz"),
-        steps=len(speed),
-        seconds=round((config.batch_size / speed).sum(), 1),
+        run=config_name(config),
+        steps=metrics.step.max(),
+        seconds=round(training_seconds(metrics, config.batch_size), 1),
     )
 
 
