@@ -31,7 +31,7 @@ from readme import ROOT, write
 
 from compvl.app.plan import reads_others
 from compvl.app.reproduction import reproduce
-from compvl.core import notebook_number
+from compvl.core import notebook_number, read_json
 from compvl.paper.pieces import Pieces
 from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
@@ -41,11 +41,6 @@ from compvl.paper.table_rows import HP_TABLE8
 NOTEBOOKS = ROOT / "nbs/paper"
 TIME_FILES = ("notebooks.json", "cost.json")
 TIMES = ("name", "status", "profile", "commit", "seconds", "jobs", "peak_mb")
-
-
-def read(path: Path):
-    """The contents of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def clean_output(output, out: Path):
@@ -91,7 +86,7 @@ def keep_times(out: Path, folder: Path | None = None):
     The default is the folder of the profile. Entries of other notebooks stay. What all notebooks
     cost together is kept if one call has run them all.
     """
-    results = [read(path)["result"] for path in sorted((out / "notebooks").glob("*.json"))]
+    results = [read_json(path)["result"] for path in sorted((out / "notebooks").glob("*.json"))]
     profiles = {result["profile"] for result in results}
     if len(profiles) != 1:
         raise SystemExit(f"{out}: expected notebooks of one profile, found {sorted(profiles)}")
@@ -99,7 +94,7 @@ def keep_times(out: Path, folder: Path | None = None):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "notebooks.json"
     entries = {}
-    for entry in read(path) if path.exists() else []:
+    for entry in read_json(path) if path.exists() else []:
         if (NOTEBOOKS / f"{entry['name']}.ipynb").exists():
             entries[entry["name"]] = entry
     for result in results:
@@ -107,7 +102,7 @@ def keep_times(out: Path, folder: Path | None = None):
     ordered = [entries[name] for name in sorted(entries)]
     path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     cost = out / "cost.json"
-    if cost.exists() and set(read(cost)["notebooks"]) == set(entries):
+    if cost.exists() and set(read_json(cost)["notebooks"]) == set(entries):
         shutil.copy(cost, folder)
 
 
@@ -154,7 +149,7 @@ def keep_pictures(out: Path) -> set[str]:
 
 def checked_runs(out: Path) -> list[dict]:
     """The records of all results of `out`, of one profile at one clean commit."""
-    runs = [read(path) for path in sorted((out / "results").glob("*.json"))]
+    runs = [read_json(path) for path in sorted((out / "results").glob("*.json"))]
     profiles = sorted({run["profile"]["name"] for run in runs})
     commits = sorted({run["environment"]["commit"] for run in runs})
     unclear = [commit for commit in commits if "dirty" in commit or commit == "unknown"]
