@@ -26,25 +26,21 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 from nbdev.clean import nbdev_clean
+from pieces import training_seconds
 from readme import ROOT, write
 
 from compvl.app.plan import reads_others
 from compvl.app.reproduction import reproduce
-from compvl.core import notebook_number
+from compvl.core import notebook_number, read_json
 from compvl.paper.pieces import Pieces
 from compvl.paper.profiles import get_profile
 from compvl.paper.rows import ROWS
-from compvl.paper.runs import run_config
+from compvl.paper.runs import config_name, run_config
 from compvl.paper.table_rows import HP_TABLE8
 
 NOTEBOOKS = ROOT / "nbs/paper"
 TIME_FILES = ("notebooks.json", "cost.json")
 TIMES = ("name", "status", "profile", "commit", "seconds", "jobs", "peak_mb")
-
-
-def read(path: Path):
-    """The contents of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def clean_output(output, out: Path):
@@ -90,7 +86,7 @@ def keep_times(out: Path, folder: Path | None = None):
     The default is the folder of the profile. Entries of other notebooks stay. What all notebooks
     cost together is kept if one call has run them all.
     """
-    results = [read(path)["result"] for path in sorted((out / "notebooks").glob("*.json"))]
+    results = [read_json(path)["result"] for path in sorted((out / "notebooks").glob("*.json"))]
     profiles = {result["profile"] for result in results}
     if len(profiles) != 1:
         raise SystemExit(f"{out}: expected notebooks of one profile, found {sorted(profiles)}")
@@ -98,7 +94,7 @@ def keep_times(out: Path, folder: Path | None = None):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "notebooks.json"
     entries = {}
-    for entry in read(path) if path.exists() else []:
+    for entry in read_json(path) if path.exists() else []:
         if (NOTEBOOKS / f"{entry['name']}.ipynb").exists():
             entries[entry["name"]] = entry
     for result in results:
@@ -106,23 +102,22 @@ def keep_times(out: Path, folder: Path | None = None):
     ordered = [entries[name] for name in sorted(entries)]
     path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     cost = out / "cost.json"
-    if cost.exists() and set(read(cost)["notebooks"]) == set(entries):
+    if cost.exists() and set(read_json(cost)["notebooks"]) == set(entries):
         shutil.copy(cost, folder)
 
 
 def training_run(row, seed: int, profile, pieces: Pieces) -> dict | None:
     """The name, steps and seconds of a training run whose metrics are among the pieces."""
     config = run_config(row, profile, seed)
-    if config is None or not pieces.file(config).exists():
+    metrics = None if config is None else pieces.metrics(config)
+    if metrics is None:
         return None
-    metrics = pieces.file(config)
-    speed = pd.read_csv(metrics).samples_per_s
     return dict(
         method=row.key,
         seed=seed,
-        run=metrics.name.removesuffix(".csv.gz"),
-        steps=len(speed),
-        seconds=round((config.batch_size / speed).sum(), 1),
+        run=config_name(config),
+        steps=metrics.step.max(),
+        seconds=round(training_seconds(metrics, config.batch_size), 1),
     )
 
 
@@ -154,7 +149,7 @@ def keep_pictures(out: Path) -> set[str]:
 
 def checked_runs(out: Path) -> list[dict]:
     """The records of all results of `out`, of one profile at one clean commit."""
-    runs = [read(path) for path in sorted((out / "results").glob("*.json"))]
+    runs = [read_json(path) for path in sorted((out / "results").glob("*.json"))]
     profiles = sorted({run["profile"]["name"] for run in runs})
     commits = sorted({run["environment"]["commit"] for run in runs})
     unclear = [commit for commit in commits if "dirty" in commit or commit == "unknown"]

@@ -90,13 +90,11 @@ def plan(profile):
     return sorted(pieces, key=lambda piece: piece[1])
 
 
-def training_hours(metrics, batch_size: int) -> float:
-    """Hours that a run's steps took, by the rates that its metrics have.
+def training_seconds(metrics, batch_size: int) -> float:
+    """How long a run's steps took, by the rates that its metrics have.
 
     It is the median step that counts, so that a run that was stopped for a while took no longer."""
-    steps = metrics.dropna(subset="samples_per_s")
-    step_seconds = batch_size / steps.samples_per_s
-    return step_seconds.median() * metrics.step.max() / 3600
+    return (batch_size / metrics.samples_per_s).median() * metrics.step.max()
 
 
 def cost(folder: Path, todo, profile) -> str:
@@ -117,7 +115,7 @@ def cost(folder: Path, todo, profile) -> str:
         made_in = pieces.environment(config)
         precisions[made_in["precision"] if made_in else "a precision not recorded"] += 1
         if not (made_in and made_in["gpu"]):
-            hours.append(training_hours(metrics, profile.batch_size))
+            hours.append(training_seconds(metrics, config.batch_size) / 3600)
     lines = [f"{n_there} of {len(todo)} training runs are there"]
     computed_in = ", ".join(f"{n} in {precision}" for precision, n in precisions.most_common())
     lines += [f"{n_there - len(hours)} of them were trained on a GPU; {computed_in}"]

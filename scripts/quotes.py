@@ -1,6 +1,6 @@
 """Numbers in the text of paper notebooks, beside the committed results that they come from.
 
-`quotes.csv` lists them, one a row:
+`check.py` compares them. `quotes.csv` lists them, one a row:
 
 - `notebook`: such as 01_brittleness, or index;
 - `quote`: words of a markdown cell with the number in braces, such as "HN gains {5.2} points";
@@ -40,7 +40,7 @@ def words(quote: str) -> str:
 
 @cache
 def markdown(notebook: str) -> list[str]:
-    """The markdown cells of a notebook, without line breaks."""
+    """The texts of the markdown cells of a notebook."""
     folder = ROOT / "nbs" if notebook == "index" else ROOT / "nbs/paper"
     cells = nbformat.read(folder / f"{notebook}.ipynb", as_version=4).cells
     return [cell.source for cell in cells if cell.cell_type == "markdown"]

@@ -3,9 +3,12 @@
 The committed notebooks in nbs/paper contain their outputs. Their cells are executed again here. The
 results of their profile are read from data/results/<profile>; nothing is trained or evaluated. What
 the cells show (tables, findings, sentences) is compared with the committed output, cell by cell.
-Cells that need a model, images or items are skipped, and so are cells that depend on these; the
-figures of such a cell are compared with the table that it wrote, where that is kept. The number of
-other cells is reported.
+
+Cells that need a model, images or items cannot be executed, and neither can cells that depend on
+these; the figures of such a cell are compared with the table that it wrote, where that is kept.
+`not_executed.csv` lists those of them that show a table or a text, with what they need and what was
+compared instead. It is written by hand: a cell that is not listed so is a problem, and so is a line
+that is no longer true.
 """
 
 import builtins
@@ -16,7 +19,9 @@ import re
 import sys
 import tempfile
 from html.parser import HTMLParser
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import matplotlib.pyplot as plt
@@ -33,25 +38,38 @@ from compvl.paper.profiles import PROFILES
 
 # What needs models, items or pictures
 ITEMS = """row_models seed_models learning_curves examples turned turned_counts turned_triplets
-    load load_benchmarks
-    load_benchmark
-    kind_attributions attribution_gap supervision captioned_scenes truth_rates operator_shares worst
-    sheet scenes train train_towers identifiability dependent_identifiability
-    trained_readers ship_base ship_matcher train_matcher
-    ship_captioner train_captioner save_figure
+    load load_benchmarks kind_attributions attribution_gap supervision captioned_scenes truth_rates
+    operator_shares worst sheet scenes train train_towers identifiability dependent_identifiability
+    trained_readers ship_base ship_matcher train_matcher ship_captioner train_captioner
     text_similarities case_study load_train_data search_weights parts_table""".split()
+
+LIST = Path(__file__).with_name("not_executed.csv")
+
+
+class NotExecuted(NamedTuple):
+    """A cell with tables or texts that cannot be executed on kept results."""
+
+    notebook: str  # such as 01_brittleness
+    cell: str  # its id
+    why: str
+    compared_with: str  # 'kept tables' or 'nothing'
 
 
 class NotStored(Exception):
-    """Needs what is not kept."""
+    """Needs what is not kept; the message names it."""
 
 
 class Disagrees(Exception):
     """Kept results that do not agree with each other."""
 
 
-def refuse(*_, **__):
-    raise NotStored
+def refusing(name: str):
+    """A function to stand in place of the one of this name, which needs what is not kept."""
+
+    def refuse(*_, **__):
+        raise NotStored(name)
+
+    return refuse
 
 
 class Numbers(HTMLParser):
@@ -85,13 +103,22 @@ def table_rows(text: str) -> list[list[str]]:
     return [[" ".join(c.split()) for c in row] for row in Numbers(text).rows]
 
 
+class NoScores(dict):
+    """The rows that have scores, without these."""
+
+    def get(self, key, default=None):
+        raise NotStored("scores of items")
+
+    __getitem__ = get
+
+
 class Stored:
     """Results as `compvl.paper.evaluation.results` gives them: figures only, no scores of items."""
 
     def __init__(self, folder: Path, name: str, rows, profile):
         path = folder / f"{name}_summary.csv"
         if not path.exists():
-            raise NotStored
+            raise NotStored(path.name)
         self._summary = read_csv(path)
         told = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         self.profile, self.rows, self.gaps = (
@@ -105,14 +132,13 @@ class Stored:
 
     @property
     def scores(self):
-        """The rows that have scores, without these."""
-        return dict.fromkeys(self._summary.method)
+        return NoScores.fromkeys(self._summary.method)
 
     def check(self):
         pass
 
     def __getattr__(self, name):
-        raise NotStored
+        raise NotStored(f"{name} of the results")
 
 
 class Kept:
@@ -131,7 +157,7 @@ class Kept:
             rows = table.set_index("id").loc[ids].reset_index()
             if rows.claim.tolist() == texts:
                 return rows.reindex(columns=[*FINDING_COLUMNS, "against"])
-        raise NotStored
+        raise NotStored("kept findings")
 
     def evaluate_claims(self, res, claims, *_, **__) -> pd.DataFrame:
         """Kept findings. Raises Disagrees where their figures are not those of the summary."""
@@ -159,7 +185,7 @@ class Kept:
             row = table[(table.id == id) & (table.claim == claim)]
             if len(row):
                 return row.iloc[0].to_dict()
-        raise NotStored
+        raise NotStored("kept findings")
 
     def comparisons(self, res, pairs, columns):
         label = {r.key: r.label for r in res.rows}
@@ -172,7 +198,7 @@ class Kept:
                 and set(zip(t.benchmark, t.metric, strict=True)) <= at
             ):
                 return t
-        raise NotStored
+        raise NotStored("kept comparisons")
 
 
 def outputs(nb_cell) -> list[dict]:
@@ -216,48 +242,67 @@ def shown_by(source: str, space: dict) -> list[dict]:
 def patched_notebook(swaps: dict, folder: Path):
     """`compvl.paper.notebook` with the swaps that it uses, and committed tables as its store."""
 
-    def committed(out, profile, **_):
+    def committed(out=None, profile="micro", **_):
         return Store(None, profile, committed=folder.parent)
 
-    with contextlib.ExitStack() as stack:
-        for name in ("results", "evaluate_claims", "save_figure"):
-            stack.enter_context(mock.patch.object(paper_notebook, name, swaps[name]))
-        stack.enter_context(mock.patch.object(paper_notebook, "Store", committed))
+    stand_ins = dict(
+        results=swaps["results"],
+        evaluate_claims=swaps["evaluate_claims"],
+        Store=committed,
+        save_figure=lambda *_: None,  # figures are not compared
+    )
+    with (
+        mock.patch.multiple(paper_notebook, **stand_ins),
+        mock.patch.object(paper_notebook.Notebook, "_store_contrasts", lambda self: None),
+    ):
         yield
 
 
-def same(ours: dict, theirs: dict) -> str:
+def table_difference(ours: str, theirs: str) -> str:
+    """'' where two HTML texts have the same tables, else where they differ."""
+    made, committed = table_rows(ours), table_rows(theirs)
+    if len(made) != len(committed):
+        return f"a table of {len(committed)} rows, and the results give {len(made)}"
+    title = next((cell for row in committed for cell in row if cell), "")
+    for i, (row, wanted) in enumerate(zip(made, committed, strict=True), 1):
+        for j, (cell, said) in enumerate(zip_longest(row, wanted, fillvalue="nothing"), 1):
+            if cell != said:
+                at = f"row {i} ({wanted[0] if wanted else ''}), cell {j}"
+                return f"table {title!r}, {at}: {said!r}, and the results give {cell!r}"
+    return ""
+
+
+def text_difference(ours: str, theirs: str) -> str:
+    """'' where two texts have the same lines, else the first that differs."""
+    lines = zip_longest(ours.strip().splitlines(), theirs.strip().splitlines(), fillvalue="")
+    for line, said in lines:
+        if line != said:
+            return f"{said!r}, and the results give {line!r}"
+    return ""
+
+
+def difference(ours: dict, theirs: dict) -> str:
     """'' where the outputs agree, else where they differ.
 
     `ours` was made again, `theirs` is committed.
     """
     if "text/html" in ours:
-        a, b = table_rows(ours["text/html"]), table_rows(theirs.get("text/html", ""))
-        if len(a) != len(b):
-            return f"a table of {len(b)} rows, and the results give {len(a)}"
-        title = next((c for r in b for c in r if c), "")
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            for j in range(max(len(x), len(y))):
-                p, q = (r[j] if j < len(r) else "nothing" for r in (x, y))
-                if p != q:
-                    row = f"row {i + 1} ({y[0] if y else ''}), cell {j + 1}"
-                    return f"table {title!r}, {row}: {q!r}, and the results give {p!r}"
-        return ""
-    p, q = (
-        ours["text/markdown"].strip().splitlines(),
-        "".join(theirs.get("text/markdown", "")).strip().splitlines(),
-    )
-    return next(
-        (
-            f"{y!r}, and the results give {x!r}"
-            for x, y in zip(p + [""] * len(q), q + [""] * len(p), strict=True)
-            if x != y
-        ),
-        "",
-    )
+        return table_difference(ours["text/html"], theirs.get("text/html", ""))
+    return text_difference(ours["text/markdown"], "".join(theirs.get("text/markdown", "")))
 
 
-def in_some_row(interval: tuple[str, str, str], table: pd.DataFrame, rounded) -> bool:
+FIGURE = re.compile(r"[-−]?\d+(?:\.\d+)?(?:e[-+]\d+)?")
+WITH_INTERVAL = re.compile(rf"({FIGURE.pattern}) \[({FIGURE.pattern}), ({FIGURE.pattern})\]")
+
+
+def rounded(text: str, value: float) -> bool:
+    """Whether a text is this value, rounded to as many decimals as the text has."""
+    decimals = len(text.partition(".")[2])
+    rounding = 0.5001 * 10**-decimals + 1e-9 * abs(value)
+    return abs(float(text.replace("−", "-")) - value) <= rounding
+
+
+def in_some_row(interval: tuple[str, str, str], table: pd.DataFrame) -> bool:
     """Whether a row of a kept table has a figure with these ends of its interval."""
     value, lo, hi = interval
     figures = table.select_dtypes("number")
@@ -272,56 +317,50 @@ def in_some_row(interval: tuple[str, str, str], table: pd.DataFrame, rounded) ->
     return False
 
 
+def interval_problem(intervals: list[tuple[str, str, str]], name: str, table) -> str:
+    """'' where every figure with an interval is in some row of a kept table, else which is not."""
+    for interval in intervals:
+        if not in_some_row(interval, table):
+            value, lo, hi = interval
+            return f"table {name}: {value} [{lo}, {hi}] is in no row of {name}.csv"
+    return ""
+
+
+def row_problem(rows: list[list[str]], name: str, table) -> str:
+    """'' where every figure is in its row of a kept table of as many rows, else which is not."""
+    are_numbered = all(row[0] == str(i) for i, row in enumerate(rows))
+    for i, row in enumerate(rows):
+        values = [v for v in table.iloc[i] if isinstance(v, (int, float, np.number)) and v == v]
+        for cell in row[1:] if are_numbered else row:
+            if FIGURE.fullmatch(cell) and not any(rounded(cell, value) for value in values):
+                label = ", ".join(text for text in row if not FIGURE.fullmatch(text))[:60]
+                at = f"table {name}, row {i + 1} ({label})"
+                return f"{at}: {cell!r} is not in that row of {name}.csv"
+    return ""
+
+
 def from_kept(data: dict, source: str, kept: Kept) -> str | None:
     """Compare a committed table, row by row, with the kept table that its cell wrote.
 
     '' where every figure is in that row (of a transposed table of figures with intervals: in some
     row), None where no table is kept.
     """
-    names = [
-        n
-        for n in kept.tables
-        for said in re.findall(r"""["'/](\w+?)(?:\.csv)?["']""", source)
-        if n == said or n.endswith(f"_{said}")
-    ]
-    if not names or "text/html" not in data:
-        return None
-    number = re.compile(r"[-−]?\d+(?:\.\d+)?(?:e[-+]\d+)?")
-
-    def rounded(text, value):
-        return abs(float(text.replace("−", "-")) - value) <= 0.5001 * 10 ** -len(
-            text.partition(".")[2]
-        ) + 1e-9 * abs(value)
-
-    rows = table_rows(data["text/html"])
-    spread = [
-        m.groups()
-        for r in rows
-        for c in r
-        if (m := re.fullmatch(rf"({number.pattern}) \[({number.pattern}), ({number.pattern})\]", c))
-    ]
-    body = [r for r in rows if any(number.fullmatch(c) for c in r)]
-    missing = ""
-    for n in dict.fromkeys(names):
-        t = kept.tables[n]
-        if spread and any(name.endswith("lo") for name in t):
-            gone = [m for m in spread if not in_some_row(m, t, rounded)]
-            if not gone:
+    said = re.findall(r"""["'/](\w+?)(?:\.csv)?["']""", source)
+    names = [n for n in kept.tables if any(n == part or n.endswith(f"_{part}") for part in said)]
+    rows = table_rows(data.get("text/html", ""))
+    cells = [cell for row in rows for cell in row]
+    intervals = [found.groups() for found in map(WITH_INTERVAL.fullmatch, cells) if found]
+    with_figures = [row for row in rows if any(map(FIGURE.fullmatch, row))]
+    problem = None
+    for name in names:
+        table = kept.tables[name]
+        if intervals and any(column.endswith("lo") for column in table):
+            problem = interval_problem(intervals, name, table)
+            if not problem:
                 return ""
-            value, lo, hi = gone[0]
-            missing = f"table {n}: {value} [{lo}, {hi}] is in no row of {n}.csv"
-            continue
-        index = all(r[0] == str(i) for i, r in enumerate(body))
-        if len(body) != len(t):
-            continue
-        for i, row in enumerate(body):
-            values = [v for v in t.iloc[i] if isinstance(v, (int, float, np.number)) and v == v]
-            for c in row[1:] if index else row:
-                if number.fullmatch(c) and not any(rounded(c, v) for v in values):
-                    label = ", ".join(x for x in row if not number.fullmatch(x))[:60]
-                    return f"table {n}, row {i + 1} ({label}): {c!r} is not in that row of {n}.csv"
-        return ""
-    return missing or None
+        elif len(with_figures) == len(table):
+            return row_problem(with_figures, name, table)
+    return problem
 
 
 def lacks_data(ours: dict, theirs: dict) -> bool:
@@ -345,11 +384,12 @@ class Again:
     """A paper notebook, executed again on kept results."""
 
     def __init__(self, path: Path, profile: str, folder: Path, out: str):
+        self.name = path.stem
         self.profile = profile
         self.out = out
         self.kept = Kept(folder, notebook_number(path.stem))
         self.space = {"__name__": "__main__", "__builtins__": builtins}
-        self.swaps = dict.fromkeys(ITEMS, refuse) | dict(
+        self.swaps = {name: refusing(name) for name in ITEMS} | dict(
             results=lambda rows, _, p, out, name, *a, **k: Stored(folder, name, rows, p),
             evaluate_claims=self.kept.evaluate_claims,
             comparisons=self.kept.comparisons,
@@ -357,67 +397,97 @@ class Again:
             rarity_finding=self.kept.rarity_finding,
         )
 
-    def swap(self):
-        """Put the stand-ins in place of what the cells imported."""
-        self.space |= {name: new for name, new in self.swaps.items() if name in self.space}
-
     def execute(self, cell) -> list[str]:
         """What differs between a cell's outputs and the committed ones.
 
         Raises NotStored, or an error that follows from it, where the cell cannot be executed.
         """
         wanted = outputs(cell)
-        found = shown_by(cell.source, self.space)
+        try:
+            found = shown_by(cell.source, self.space)
+        finally:  # stand-ins in place of what the cell has imported
+            self.space |= {name: new for name, new in self.swaps.items() if name in self.space}
         if "parameters" in cell.metadata.get("tags", []):
             self.space |= dict(profile=self.profile, out=self.out)
-        self.swap()
-        texts = [data for data in found if not (data.get("text/html") or "").startswith("<img")]
-        if len(texts) != len(wanted) or any(map(lacks_data, texts, wanted)):
-            raise NotStored
-        return [s for s in map(same, texts, wanted) if s]
+        if len(found) != len(wanted) or any(map(lacks_data, found, wanted)):
+            raise NotStored("data of earlier cells")
+        return [s for s in map(difference, found, wanted) if s]
 
-    def compare(self, cell) -> tuple[list[str], bool, bool]:
-        """(what differs, whether the cell was compared, whether it was left out)."""
-        wanted = outputs(cell)
+    def compare(self, cell) -> tuple[list[str], NotExecuted | None]:
+        """(what differs, the line of a cell that cannot be executed or None)."""
         try:
-            return self.execute(cell), bool(wanted), False
+            return self.execute(cell), None
         except Disagrees as error:
-            return [str(error)], True, False
-        except FOLLOWS:
-            self.swap()
-        from_tables = [from_kept(data, cell.source, self.kept) for data in wanted]
+            return [str(error)], None
+        except NotStored as error:
+            why = f"needs {error}"
+        except Exception as error:  # follows from what earlier cells lack, if it is listed
+            why = f"{type(error).__name__}: {error}"
+        from_tables = [from_kept(data, cell.source, self.kept) for data in outputs(cell)]
+        if not from_tables:  # a figure or a value: where it matters, later cells fail, too
+            return [], None
+        compared_with = "nothing" if None in from_tables else "kept tables"
         differ = [s for s in from_tables if s]
-        return differ, bool(wanted) and None not in from_tables, None in from_tables
+        return differ, NotExecuted(self.name, cell.id, why, compared_with)
 
 
-# NotStored, and what follows from it in later cells
-FOLLOWS = (NotStored, NameError, AttributeError, LookupError, TypeError, ValueError)
-
-
-def notebook(path: Path, root: Path = ROOT) -> tuple[list[str], int, int]:
-    """(problems, cells that were executed again, cells with tables or texts that could not be)."""
-    nb = nbformat.read(path, as_version=4)
-    cells = [cell for cell in nb.cells if cell.cell_type == "code"]
-    profile = profile_shown(cells)
-    if profile is None:
-        return [], 0, 0
-    if PROFILES[profile].root or PROFILES[profile].data != "microworld":
-        return [], 0, sum(bool(outputs(cell)) for cell in cells)
-    folder = root / "data/results" / profile
+def list_problems(notebook: str, found: list[NotExecuted]) -> list[str]:
+    """Where not_executed.csv does not list exactly the cells that were found."""
+    table = pd.read_csv(LIST, keep_default_na=False)
+    lines = table[table.notebook == notebook].itertuples(index=False)
+    listed = [NotExecuted(*line) for line in lines]
     problems = []
-    made = left = 0
+    for one in found:
+        if one not in listed:
+            problems.append(
+                f"{notebook}, the cell with the id {one.cell} cannot be executed ({one.why}) and "
+                f"is compared with {one.compared_with}: {LIST.name} does not say so"
+            )
+    for one in listed:
+        if one not in found:
+            problems.append(f"{LIST.name}, no longer true: {', '.join(one)}")
+    return problems
+
+
+def compare_all(path: Path, cells, profile: str, folder: Path):
+    """(what differs by the number of the cell, cells that cannot be executed).
+
+    `cells`: those with code, by number. `folder`: kept results of the profile.
+    """
+    if PROFILES[profile].data != "microworld":
+        why = f"needs the data of the profile {profile}"
+        shown = [cell for cell in cells.values() if outputs(cell)]
+        return {}, [NotExecuted(path.stem, cell.id, why, "nothing") for cell in shown]
+    differ = {}
+    not_executed = []
     with tempfile.TemporaryDirectory() as tmp:
         (Path(tmp) / "tables").mkdir()
         again = Again(path, profile, folder, tmp)
         with patched_notebook(again.swaps, folder):
-            for cell in cells:
-                differ, compared, left_out = again.compare(cell)
+            for number, cell in cells.items():
+                differ[number], failed = again.compare(cell)
                 plt.close("all")  # figures are not compared
-                made += compared
-                left += left_out
-                name = f"{path.relative_to(root).as_posix()}, cell {nb.cells.index(cell) + 1}"
-                problems += [f"{name}: {difference}" for difference in differ]
-    return problems, made, left
+                if failed:
+                    not_executed.append(failed)
+    return differ, not_executed
+
+
+def notebook(path: Path, root: Path = ROOT) -> tuple[list[str], int, int]:
+    """(problems, cells whose tables and texts were compared, cells whose were not)."""
+    nb = nbformat.read(path, as_version=4)
+    cells = {i: cell for i, cell in enumerate(nb.cells, 1) if cell.cell_type == "code"}
+    profile = profile_shown(cells.values())
+    name = path.relative_to(root).as_posix()
+    if profile is None:
+        return [f"{name}: no output names the profile"], 0, 0
+    differ, not_executed = compare_all(path, cells, profile, root / "data/results" / profile)
+    problems = []
+    for number, differences in differ.items():
+        problems += [f"{name}, cell {number}: {difference}" for difference in differences]
+    problems += list_problems(path.stem, not_executed)
+    n_shown = sum(bool(outputs(cell)) for cell in cells.values())
+    n_left = sum(one.compared_with == "nothing" for one in not_executed)
+    return problems, n_shown - n_left, n_left
 
 
 def rederive(root: Path = ROOT) -> tuple[list[str], int, int]:

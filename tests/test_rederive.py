@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import pandas as pd
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 from quotes import QUOTES, quote_problem, quote_problems  # noqa: E402
-from rederive import from_kept, notebook, table_rows  # noqa: E402
+from rederive import LIST, from_kept, notebook, outputs, table_rows  # noqa: E402
 
 NOTEBOOK = "07_text_similarity"
 
@@ -62,6 +63,26 @@ def test_another_figure_in_the_notebook(copy):
     path.write_text(json.dumps(nb))
     problems, _, _ = notebook(path, root)
     assert any("opposite" in p for p in problems)
+
+
+def test_a_cell_that_newly_fails_is_reported(copy):
+    path, root = copy
+    nb = nbformat.read(path, as_version=4)
+    cell = next(cell for cell in nb.cells if cell.cell_type == "code" and outputs(cell))
+    cell.source = f"1 / 0\n{cell.source}"
+    nbformat.write(nb, path)
+    problems, _, _ = notebook(path, root)
+    assert any(cell.id in problem and "ZeroDivisionError" in problem for problem in problems)
+
+
+def test_a_cell_that_is_listed_and_no_longer_fails_is_reported(copy):
+    path, root = copy
+    listed = pd.read_csv(LIST).set_index("notebook").cell[[NOTEBOOK]].iloc[0]
+    nb = nbformat.read(path, as_version=4)
+    nb.cells = [cell for cell in nb.cells if cell.id != listed]
+    nbformat.write(nb, path)
+    problems, _, _ = notebook(path, root)
+    assert any("no longer true" in problem and listed in problem for problem in problems)
 
 
 def test_rows_of_a_table():

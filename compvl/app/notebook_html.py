@@ -6,7 +6,6 @@
 __all__ = ['boxed_tables', 'notebook_html']
 
 # %% ../../nbs/lib/app/05_notebook_html.ipynb #cc06fd96
-import base64
 import html
 import re
 from pathlib import Path
@@ -14,23 +13,6 @@ from pathlib import Path
 from ..core import require
 
 # %% ../../nbs/lib/app/05_notebook_html.ipynb #26e4bebf
-_IMAGE_TYPES = ("image/png", "image/jpeg", "image/svg+xml")
-
-
-def _pictures(data: dict, figure: str | None, figures: Path) -> dict[str, bytes]:
-    """The pictures of an output and, of a named figure, the SVG file, by their media types."""
-    found = {}
-    for media_type in _IMAGE_TYPES:
-        if media_type in data:
-            content = data[media_type]
-            is_text = media_type.endswith("xml")
-            found[media_type] = content.encode() if is_text else base64.b64decode(content)
-    vector = figures / f"{figure}.svg"
-    if found and figure and vector.exists():
-        found["image/svg+xml"] = vector.read_bytes()
-    return found
-
-
 def _width(metadata: dict) -> int | None:
     """The width in pixels with which an output asks to be shown."""
     for about in metadata.values():
@@ -39,16 +21,14 @@ def _width(metadata: dict) -> int | None:
     return None
 
 # %% ../../nbs/lib/app/05_notebook_html.ipynb #b702e6fa
-def _picture_html(data: dict, metadata: dict, figures: Path) -> str:
-    """An output's smallest picture as an `<img>`; '' if it has none."""
-    named = re.fullmatch(r"<figure (\S+)\.png>", data.get("text/plain", "").strip())
-    figure = named[1] if named else None
-    pictures = _pictures(data, figure, figures)
-    if not pictures:
+def _picture_html(data: dict, metadata: dict) -> str:
+    """An output's picture as an `<img>`; '' if it has none."""
+    media_type = next((each for each in ("image/png", "image/jpeg") if each in data), None)
+    if media_type is None:
         return ""
-    media_type = min(pictures, key=lambda each: len(pictures[each]))
-    encoded = base64.b64encode(pictures[media_type]).decode()
-    alt = html.escape(figure.replace("_", " ") if figure else "picture")
+    encoded = "".join(data[media_type].split())
+    named = re.fullmatch(r"<figure (\S+)\.png>", data.get("text/plain", "").strip())
+    alt = html.escape(named[1].replace("_", " ") if named else "picture")
     width = _width(metadata)
     style = f' style="width:{width}px"' if width else ""
     return f'<figure><img alt="{alt}"{style} src="data:{media_type};base64,{encoded}"></figure>'
@@ -113,7 +93,7 @@ def _text_html(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>" if text.strip() else ""
 
 
-def _output_html(output, figures: Path) -> str:
+def _output_html(output) -> str:
     """One output of a cell as HTML."""
     if output.output_type == "stream":
         return _text_html(output.text) if output.name == "stdout" else ""
@@ -121,7 +101,7 @@ def _output_html(output, figures: Path) -> str:
         error = html.escape(f"{output.ename}: {output.evalue}")
         return f'<pre class="failed">{error}</pre>'
     data = output.get("data", {})
-    picture = _picture_html(data, output.get("metadata", {}), figures)
+    picture = _picture_html(data, output.get("metadata", {}))
     if picture:
         return picture
     if "text/html" in data:
@@ -136,11 +116,8 @@ def _is_banner(cell) -> bool:
     return any(tag.startswith("papermill-error") for tag in cell.metadata.get("tags", []))
 
 
-def notebook_html(path: Path, figures: Path) -> str:
-    """Prose and outputs of an executed notebook, without its code and its title.
-
-    `figures`: the folder of the figures' files.
-    """
+def notebook_html(path: Path) -> str:
+    """Prose and outputs of an executed notebook, without its code and its title."""
     nb = require("nbformat", "notebooks").read(path, as_version=4)
     parts = []
     for cell in nb.cells:
@@ -150,5 +127,5 @@ def notebook_html(path: Path, figures: Path) -> str:
             without_title = re.sub(r"\A# .*\n?", "", cell.source)
             parts.append(_prose_html(without_title))
         elif cell.cell_type == "code":
-            parts += [_output_html(output, figures) for output in cell.get("outputs", [])]
+            parts += [_output_html(output) for output in cell.get("outputs", [])]
     return "\n".join(part for part in parts if part)

@@ -56,13 +56,6 @@ def _figure(path: str) -> str:
     image = f'<img loading="lazy" src="{source}" alt="{name}">'
     return f'<figure><a href="{source}">{image}</a><figcaption>{name}</figcaption></figure>'
 
-
-def _is_figure(file: str, files: list[str]) -> bool:
-    """Whether a file is shown as a figure: a PNG, or an SVG without a PNG of the same name."""
-    if file.endswith(".svg"):
-        return file.removesuffix(".svg") + ".png" not in files
-    return file.endswith(".png")
-
 # %% ../../nbs/lib/app/07_pages.ipynb #bd783388
 def _about(out: Path, result: Result) -> str:
     """How a notebook ran, and links to the notebook."""
@@ -83,7 +76,7 @@ def _section(out: Path, result: Result) -> str:
     if result.error:
         parts.append(f"<pre>{html.escape(result.error)}</pre>")
     files = [file for file in result.outputs if (out / file).exists()]
-    figures = [file for file in files if _is_figure(file, files)]
+    figures = [file for file in files if file.endswith(".png")]
     others = [file for file in files if file not in figures]
     tables = [file for file in others if file.endswith(".html")]
     if tables:

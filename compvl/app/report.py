@@ -130,7 +130,7 @@ def _section(out: Path, result: Result, note: str) -> str:
     error = f'<pre class="failed">{html.escape(result.error)}</pre>' if result.error else ""
     body = "<p>Its executed notebook is missing.</p>"
     if path.exists():
-        body = notebook_html(path, out / "figures")
+        body = notebook_html(path)
     lines = [
         f'<section class="nb" id="{html.escape(result.name)}">',
         f"<h2>{html.escape(result.title)}</h2>",

@@ -41,7 +41,9 @@ class PlainSteps:
         self.seconds = 0.0
 
     def take(self, items: dict) -> float:
-        """Take a step, and add its seconds; returns the contrastive loss before it."""
+        """Take a step, and add its seconds; returns the contrastive loss before it.
+
+        `items`: a batch as training data give it."""
         start = time.perf_counter()
         batch = self.collate(items)
         loss, parts = batch_loss(self.towers, self.model, batch, self.config)
@@ -62,7 +64,10 @@ def attribution_step(
     pretrained: str | None = None,
     seed: int = 0,
 ) -> dict:
-    """Training steps of CLIP-CAE by each attribution, in turn with CLIP-FT on the same batches."""
+    """Training steps of CLIP-CAE by each attribution, in turn with CLIP-FT on the same batches.
+
+    Raises `CompvlError` where the contrastive losses of the first batch differ by more than
+    1e-4."""
     torch.manual_seed(seed)
     start = create_model(model, pretrained)
     data = load_train_data("microworld", batch_size * (steps + 1), start.image_size, seed=seed)

@@ -27,9 +27,9 @@ from ...models.clip import Model
 
 # %% ../../../nbs/lib/app/speed/05_chunks.ipynb #f7cd70f7
 def prepared_backward(model: str, device: str | None, seed: int, **options):
-    """A function that adds the gradients of a batch to those that are there, and the model.
+    """(a function that adds the gradients of a batch to those that are there, the model).
 
-    `options`: of `TrainConfig`."""
+    Gradients begin at zero. `options`: of `TrainConfig`."""
     clip, config = random_start("hp+hn", model, device, seed, **options)
     steps = CompvlSteps(clip, config)
     (items,) = coco_batches(1, config.batch_size, clip.image_size, seed)
@@ -40,7 +40,7 @@ def prepared_backward(model: str, device: str | None, seed: int, **options):
 
 
 def gradients_so_far(model: Model) -> dict:
-    """The gradients of a model's weights, by name."""
+    """{name of a weight: its gradient, of the same shape}."""
     return {name: parameter.grad for name, parameter in model.clip.named_parameters()}
 
 # %% ../../../nbs/lib/app/speed/05_chunks.ipynb #aa0f5f27
@@ -66,7 +66,7 @@ MEASURE = (
 
 
 def memory_in_process(options: dict) -> float:
-    """`memory_of` in a new process. Raises `CompvlError` where it dies."""
+    """MB, as `memory_of`, in a new process. Raises `CompvlError` where it dies."""
     command = [sys.executable, "-c", MEASURE, json.dumps(options)]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
@@ -88,7 +88,9 @@ def chunked(
     memory: bool = True,  # measure that as well
     seed: int = 0,
 ) -> dict:
-    """Forward and backward pass of HP+HN in chunks, against the whole batch at once."""
+    """Forward and backward pass of HP+HN in chunks, against the whole batch at once.
+
+    Raises `CompvlError` where the gradients of the two differ, or memory cannot be measured."""
     ways = {"whole batch": None, f"chunks of {chunk_size}": chunk_size}
     grown = {}
     passes = {}

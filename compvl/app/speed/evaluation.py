@@ -58,7 +58,10 @@ ITEMS_PER_IMAGE = {  # REPLACE as released: items of an image -> images
 
 # %% ../../../nbs/lib/app/speed/02_evaluation.ipynb #2ddda8fd
 def released_items(n: int, root, rng: random.Random) -> list[Triplet]:
-    """REPLACE's released items of `n` drawn images, both targets together, images as names."""
+    """REPLACE's released items of `n` drawn images, both targets together, images as names.
+
+    `root`: the folder of hard_positives/. Raises `CompvlError` where there are fewer images, or no
+    such files."""
     items = []
     for target in ("relations", "attributes"):
         items += load_benchmark(f"replace-{target}", root=root).items
@@ -107,7 +110,7 @@ def replace_structure(n: int, root: str | Path | None = None, seed: int = 0) -> 
 
 # %% ../../../nbs/lib/app/speed/02_evaluation.ipynb #a5d42f0c
 def reference_scores(model: Model, items, batch_size: int = 16) -> np.ndarray:
-    """Scores [3, N] of caption, hard negative and hard positive.
+    """Cosine similarities, float32 [3, N], of caption, hard negative and hard positive.
 
     Image and captions are encoded at every occurrence, at the full context."""
     scores = []
@@ -131,7 +134,7 @@ def triplet_benchmark(name: str, items: list[Triplet]) -> Benchmark:
 
 
 def photographed(items: list[Triplet], folder: str) -> list[Triplet]:
-    """The same items with a file in `folder` for each image, in the order of the images."""
+    """The same items with a JPEG file, 500 by 375 pixels, in `folder` for each image."""
     names = list(dict.fromkeys(item.image for item in items))
     paths = {name: f"{folder}/{k}.jpg" for k, name in enumerate(names)}
     for k, path in enumerate(paths.values()):
@@ -144,7 +147,8 @@ def engine_against_reference(
 ) -> tuple[float, float, float, Embedder]:
     """Seconds of the reference and of the engine, largest difference of a score, and the embedder.
 
-    The engine's seconds include opening its cache."""
+    `parts`: of the images, which the two evaluate in turn; `batch_size`: of the reference. The
+    engine's seconds include opening its cache."""
     files = list(dict.fromkeys(item.image for item in items))
     start = time.perf_counter()
     embedder = Embedder(model, cache, progress=False)
@@ -187,7 +191,10 @@ def evaluate_engine(
     parts: int = 4,
     seed: int = 0,
 ) -> dict:
-    """REPLACE by the engine, against encoding image and captions at every occurrence."""
+    """REPLACE by the engine, against encoding image and captions at every occurrence.
+
+    Raises `CompvlError` where there are fewer than `n` images, or where scores differ by more than
+    1e-5."""
     torch.manual_seed(seed)
     clip = create_model(model)
     items = replace_structure(n, root, seed)
@@ -225,7 +232,7 @@ def evaluate_engine(
 
 # %% ../../../nbs/lib/app/speed/02_evaluation.ipynb #1ef6498d
 class Thumbnail(torch.nn.Module):
-    """A model whose features of an image are its 4 by 4 thumbnail."""
+    """A model whose 48 features of an image are its 4 by 4 thumbnail."""
 
     def __init__(self):
         super().__init__()
@@ -236,12 +243,12 @@ class Thumbnail(torch.nn.Module):
         return torch.nn.functional.adaptive_avg_pool2d(images, 4).flatten(1)
 
     def encode_text(self, tokens):
-        """There are no texts."""
+        """Raises NotImplementedError: there are no texts."""
         raise NotImplementedError
 
 
 def no_tokens(texts) -> torch.Tensor:
-    """A tokenizer of a model without texts."""
+    """A tokenizer of a model without texts: zeros, int64 [N, 1]."""
     return torch.zeros(len(texts), 1, dtype=torch.int64)
 
 # %% ../../../nbs/lib/app/speed/02_evaluation.ipynb #9d44a683
@@ -249,9 +256,12 @@ def no_tokens(texts) -> torch.Tensor:
 def decoding(
     n: int = 64,  # images
     root=None,  # folder of photographs
-    size: int = 224,  # of the model's images
+    size: int = 224,  # pixels of a side of the model's images
 ) -> dict:
-    """Photographs whose decoded images are kept, against decoding each in a plain loop."""
+    """Photographs whose decoded images are kept, against decoding each in a plain loop.
+
+    Raises `CompvlError` where `root` has no .jpg file, or where features differ by more than
+    1e-5."""
     preprocess = image_transform(size, is_train=False)
     model = wrap_model(Thumbnail(), preprocess, no_tokens, name="thumbnail")
     with tempfile.TemporaryDirectory() as folder:
@@ -295,7 +305,9 @@ def compositional(
     names: str = "compositional",  # benchmarks or groups, separated by commas
     pretrained: str = "base",
 ) -> dict:
-    """Compositional benchmarks of the microworld: from nothing, and from cached embeddings."""
+    """Compositional benchmarks of the microworld: from nothing, and from cached embeddings.
+
+    Raises `CompvlError` for unknown benchmarks or weights, and where a figure differs at all."""
     tables = []
     rows = []
     with tempfile.TemporaryDirectory() as folder:

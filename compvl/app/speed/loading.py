@@ -27,7 +27,8 @@ ALIGNED_TEXTS = ("caption", "hard_negative", "hard_positive")
 def write_coco(folder: Path, texts: dict) -> int:
     """Write texts and drawn photographs as COCO's files; returns the bytes of the photographs.
 
-    Eight photographs are drawn, the others are copies."""
+    `texts`: as of `coco_batches`; each caption has one photograph, 640 by 480 pixels. Eight are
+    drawn, the others are copies."""
     n = len(texts["caption"])
     for k in range(n):
         if k < 8:
@@ -46,7 +47,7 @@ def write_coco(folder: Path, texts: dict) -> int:
 
 
 def open_coco(folder: Path, image_size: int, **options) -> CocoCaptions:
-    """The data that `write_coco` wrote."""
+    """The data that `write_coco` wrote; `options`: of `CocoCaptions`."""
     return CocoCaptions(
         folder / "captions.json",
         folder,
@@ -75,7 +76,7 @@ def open_stores(folder: Path, image_size: int, cuda: bool) -> tuple[dict[str, Co
 
 # %% ../../../nbs/lib/app/speed/06_loading.ipynb #10ed0686
 def check_stores(stores: dict[str, CocoCaptions], batch_size: int) -> float:
-    """The largest difference of their images in a first batch.
+    """The largest difference of their images, of values 0 to 255, in a first batch.
 
     Raises `CompvlError` where there is any."""
     first = [data.batch(range(batch_size))["images"].cpu().int() for data in stores.values()]
@@ -92,7 +93,7 @@ def check_stores(stores: dict[str, CocoCaptions], batch_size: int) -> float:
 def time_stores(
     stores: dict[str, CocoCaptions], steps: CompvlSteps, n: int, batch_size: int, seed: int
 ) -> dict[str, float]:
-    """Seconds of an epoch by each store, and of its training steps, in turn."""
+    """Seconds of an epoch of `n` images by each store, and of its training steps, in turn."""
     device = steps.model.device
     kept = stores["decoded once, from the file"]
     seconds = dict.fromkeys((*stores, "training step"), 0.0)
@@ -106,7 +107,7 @@ def time_stores(
 
 
 def load_batch(steps: CompvlSteps, data: CocoCaptions, items) -> dict:
-    """A collated batch of the data."""
+    """A collated batch of the data; `items`: their numbers, int [B]."""
     return steps.collate(data.batch(items))
 
 # %% ../../../nbs/lib/app/speed/06_loading.ipynb #fdd52e72
@@ -119,7 +120,9 @@ def loader(
     device: str | None = None,  # None: CUDA where present
     seed: int = 0,
 ) -> dict:
-    """Data loading by each kind of image store, against what the training step takes."""
+    """Data loading by each kind of image store, against what the training step takes.
+
+    Raises `CompvlError` where `n` is no multiple of `batch_size`, or where images differ."""
     if n % batch_size or not n:
         raise CompvlError(f"n={n} is no multiple of batch_size={batch_size}: choose one")
     options = dict(batch_size=batch_size, precision=precision)

@@ -24,7 +24,16 @@ BENCHES: dict[str, Callable] = {}
 
 
 def bench(name: str):
-    """Register a benchmark program under `name`."""
+    """Register a benchmark program under `name`: a function that returns a dict of plain values.
+
+    - `what`: what was timed;
+    - `rows`: a dict for each way, with its name, seconds and counts;
+    - `ratio`: how many times as fast one way is as the other;
+    - `difference`: the largest difference of their results;
+    - `required` or `met`, where there is a target: the ratio to reach, or whether all rows reach
+      theirs.
+
+    A program raises `CompvlError` where the results differ by more than rounding."""
 
     def register(program):
         BENCHES[name] = program
@@ -56,7 +65,7 @@ def seconds_of(function: Callable, *arguments, device=None) -> float:
 class PeakMemory:
     """A context that measures, every 20 ms, by how much this process's memory has grown.
 
-    `grown`: the largest growth, in MB."""
+    `grown`: the largest growth of its resident memory, in MB."""
 
     def __enter__(self):
         self.grown = 0.0
@@ -78,9 +87,10 @@ class PeakMemory:
 
 # %% ../../../nbs/lib/app/speed/01_programs.ipynb #bdafc33b
 def draw_photograph(path, number: int, width: int = 500, height: int = 375, quality: int = 90):
-    """Write a drawn scene with camera noise as a JPEG file.
+    """Write the drawn scene of this number, with camera noise, as a JPEG file.
 
-    The default is the usual size of Visual Genome's photographs: 500 by 375 pixels, 90 kB."""
+    `width`, `height`: pixels; `quality`: of JPEG, 1 to 95. The default is the
+    usual size of Visual Genome's photographs: 500 by 375 pixels, 90 kB."""
     scene = scenes("test", number + 1)[number]
     top = (width - height) // 2
     picture = scene.render(width).crop((0, top, width, top + height))

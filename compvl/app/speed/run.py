@@ -47,8 +47,8 @@ def run_bench(name: str, json_path: str | Path | None = None, **options) -> dict
     """Run a benchmark program, and print a table with the ratio.
 
     `name`: one of `BENCHES`; `options`: the program's; `json_path`: where the result is written as
-    JSON. Returns the result: what the program returns (see `compvl.app.speed.programs`), with
-    `name`, `options`, `environment`, and for a program with a target `met`.
+    JSON. Returns the result: what the program returns (see `compvl.app.speed.programs.bench`),
+    with `name`, `options`, `environment`, and for a program with a target `met`.
     Raises `CompvlError` for an unknown name or option, or where the two ways differ."""
     program = BENCHES[pick(name, BENCHES, "benchmark program")]
     parameters = inspect.signature(program).parameters

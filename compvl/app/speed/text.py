@@ -101,7 +101,9 @@ def tsvlc_way(checkout: str, captions, seed: int) -> tuple:
 
 # %% ../../../nbs/lib/app/speed/03_text.ipynb #683f06ef
 def captions_of(root, n: int, seed: int) -> list[str]:
-    """The first `n` captions of a file; without one, stand-ins."""
+    """The first `n` captions of the file `root`; without one, `n` stand-ins.
+
+    Raises `CompvlError` where the file cannot be read as captions."""
     if root:
         return [record.caption for record in islice(Captions(root), n)]
     return list(stand_in_captions(n, seed))
@@ -114,7 +116,9 @@ def write_captions(path: Path, captions) -> Path:
 
 
 def negatives_one_by_one(path: Path, method: str, seed: int) -> list[tuple]:
-    """(hard negative, None) or (None, reason) for each caption of a file, by a call for each."""
+    """(hard negative, None) or (None, reason) for each caption of a file, by a call for each.
+
+    `path`: JSON Lines of texts."""
     found = []
     for caption in map(json.loads, path.read_text().splitlines()):
         try:
@@ -137,7 +141,9 @@ def map_all(function: Callable, captions) -> int:
 
 
 def rate_row(way: str, n: int, function, required) -> dict:
-    """The row of a way: its seconds and rate for `n` captions, and the growth of memory."""
+    """The row of a way: its seconds and rate for `n` captions, and the growth of memory in MB.
+
+    `required`: captions a second, or '' where none are."""
     with PeakMemory() as peak:
         start = time.perf_counter()
         function()
@@ -152,7 +158,9 @@ def rate_row(way: str, n: int, function, required) -> dict:
 
 
 def count_differences(folder: Path, one_by_one: list[tuple]) -> float:
-    """How many hard negatives differ from those made one by one, or by several processes."""
+    """How many hard negatives of hn.jsonl differ from those made one by one.
+
+    It is one more where several processes wrote another file, all.jsonl."""
     records = read_jsonl(folder / "hn.jsonl")
     written = [(record["hard_negative"], record["refused"]) for record in records]
     different = sum(a != b for a, b in zip(written, one_by_one, strict=True))
@@ -171,7 +179,8 @@ def perturbing(
 ) -> dict:
     """Hard negatives, hard positives and parses of captions, against a call for each caption.
 
-    With `tsvlc`, TSVLC's released rules are one more row."""
+    With `tsvlc`, TSVLC's released rules are one more row. Raises `CompvlError` where there is no
+    such file or checkout, or where a hard negative differs."""
     with tempfile.TemporaryDirectory() as folder:
         captions = captions_of(root, n, seed)
         source = write_captions(Path(folder) / "captions.jsonl", captions)

@@ -62,8 +62,9 @@ COCO_WORDS = {  # words -> how many of 40 captions of COCO's val2014 have so man
 def coco_batches(n: int, batch_size: int, size: int, seed: int = 0) -> list[dict]:
     """`n` batches as training data give them.
 
-    Images are noise of `size` pixels, captions have COCO's lengths, hard negatives and hard
-    positives have the same words in another order."""
+    `images` are noise, uint8 [batch_size, 3, size, size]; `caption`, `hard_negative` and
+    `hard_positive` are lists of batch_size texts. Captions have COCO's lengths, hard
+    negatives and hard positives have the same words in another order."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     captions = stand_in_captions(2 * n * batch_size + 9, seed)
@@ -110,7 +111,7 @@ class CompvlSteps:
         return {name: pinned(tensor, self.model.device) for name, tensor in batch.items()}
 
     def backward(self, batch: dict) -> torch.Tensor:
-        """Add the gradients of a prepared batch; returns the loss."""
+        """Add the gradients of a prepared batch; returns the loss, a scalar."""
         return backward_loss(self.accelerator, self.towers, self.model, batch, self.config)[0]
 
     def __call__(self, batches):
@@ -168,7 +169,7 @@ class OpenClipSteps:
         )
 
     def prepare(self, items: dict) -> list:
-        """Normalised images and tokens, as its data loader gives them."""
+        """Normalised images, float32 [B, 3, H, W], and tokens, int64 [B, L], as in its loader."""
         images = self.model.normalize(items["images"]).cpu()
         tokens = self.model.tokenizer(items["caption"])
         return [pinned(tensor, self.model.device) for tensor in (images, tokens)]
@@ -195,7 +196,9 @@ class ThreeEncodingsSteps:
         self.optimizer = open_clip_optimizer(model.clip.train(), config)
 
     def prepare(self, items: dict) -> list:
-        """Normalised images, and tokens of captions, hard negatives and hard positives."""
+        """Normalised images, and tokens of captions, hard negatives and hard positives.
+
+        float32 [B, 3, H, W] and three times int64 [B, L]."""
         tensors = [self.model.normalize(items["images"]).cpu()]
         for side in ("caption", "hard_negative", "hard_positive"):
             tensors.append(self.model.tokenizer(items[side]))
@@ -298,7 +301,9 @@ class TsvlcSteps:
         )
 
     def prepare(self, items: dict) -> tuple:
-        """Normalised images, tokens, and the tokens of hard negatives and hard positives."""
+        """Normalised images, tokens, and the tokens of hard negatives and hard positives.
+
+        float32 [B, 3, H, W], int64 [B, L], and twice int64 [B, 1, L], by name."""
         images = pinned(self.given.normalize(items["images"]).cpu(), self.given.device)
         sides = ("caption", "hard_negative", "hard_positive")
         texts = [pinned(self.given.tokenizer(items[side]), self.given.device) for side in sides]
@@ -332,7 +337,9 @@ def exact_convolutions():
 
 
 def gradients_of(way: type, model: Model, config: TrainConfig, batch: dict) -> tuple[dict, float]:
-    """Gradients of a step in float32 from a copy of `model`, and its operations, in 10¹²."""
+    """Gradients of a step in float32 from a copy of `model`, and its operations, in 10¹².
+
+    The gradients have the names and shapes of weights; `batch`: as of `coco_batches`."""
     steps = way(copy_of(model), replace(config, precision="fp32"))
     with exact_convolutions(), FlopCounterMode(display=False) as flops:
         steps([steps.prepare(batch)])
@@ -360,7 +367,7 @@ def gradient_difference(a: dict, b: dict) -> float:
 
 
 def check_gradients(difference: float):
-    """Raise `CompvlError` where gradients differ by more than rounding."""
+    """Raise `CompvlError` where gradients differ by more than rounding, 1e-5 of their size."""
     check_same(
         difference,
         f"the gradients of the two ways differ by {difference:.1e} of their size (at most 1e-5 is "
@@ -399,7 +406,9 @@ class TimedSteps:
 
 
 def peak_tflops(model: Model, config: TrainConfig) -> float | None:
-    """The peak of the GPU in bf16, if it is known; None in other precisions."""
+    """The peak of the GPU in bf16, in 10¹² operations a second, if it is known.
+
+    None in other precisions."""
     if model.device.type != "cuda" or config.precision != "bf16":
         return None
     name = torch.cuda.get_device_name()
@@ -439,7 +448,8 @@ def compare_steps(
 ) -> dict:
     """Time steps of several ways in turns of up to 8.
 
-    The ratio is the last way's rate by the first's."""
+    The ratio is the last way's rate by the first's. Raises `CompvlError` where gradients differ by
+    more than 1e-5 of their size."""
     turn = min(8, max(1, steps // 6))
     batches = coco_batches(turn, config.batch_size, model.image_size, seed)
     gradients = {}
@@ -487,7 +497,9 @@ def random_start(
     seed: int,
     **options,  # of `TrainConfig`
 ) -> tuple[Model, TrainConfig]:
-    """A model with random weights, and a config of the method that its device can run."""
+    """A model with random weights, and a config of the method that its device can run.
+
+    Raises `CompvlError` for an unknown method, model or option."""
     torch.manual_seed(seed)
     clip = create_model(model, device=device)
     return clip, runnable(TrainConfig(method, **options).resolved(), clip)
@@ -502,7 +514,9 @@ def train_step(
     device: str | None = None,  # None: CUDA where present
     seed: int = 0,
 ) -> dict:
-    """The contrastive step with captions of COCO's lengths, against `open_clip_train`'s."""
+    """The contrastive step with captions of COCO's lengths, against `open_clip_train`'s.
+
+    Raises `CompvlError` where the gradients of the two differ."""
     options = dict(batch_size=batch_size, precision=precision)
     clip, config = random_start("clip-ft", model, device, seed, **options)
     ways = {"open_clip_train": OpenClipSteps, "compvl": CompvlSteps}
@@ -522,7 +536,8 @@ def hp_hn_step(
     """The HP+HN step, against one with three text encodings at the full context.
 
     With `tsvlc`, against the step of TSVLC's own code, with that of three encodings beside it; on a
-    CPU all are in fp32."""
+    CPU all are in fp32. Raises `CompvlError` where gradients differ, or where there is no such
+    checkout."""
     options = dict(batch_size=batch_size, precision=precision)
     clip, config = random_start("hp+hn", model, device, seed, **options)
     ways = {"three encodings": ThreeEncodingsSteps, "compvl": CompvlSteps}
@@ -581,7 +596,9 @@ def micro_step(
     device: str | None = None,  # None: CUDA where present
     seed: int = 0,
 ) -> dict:
-    """A step on the microworld's captions by what makes it fast, and its share of the peak."""
+    """A step on the microworld's captions by what makes it fast, and its share of the peak.
+
+    Raises `CompvlError` where the gradients with and without all of that differ."""
     # Longer than 40 lines: the signature; a table of five ways, and what each is.
     clip, config = random_start(method, model, device, seed, batch_size=batch_size)
     data = FinetuneSet(4 * batch_size, seed, image_size=clip.image_size)
