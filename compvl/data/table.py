@@ -78,8 +78,11 @@ def find_column(
     return columns.index(found[0])
 
 # %% ../../nbs/lib/data/03b_table.ipynb #234b6c95
-def read_cell(cell: str, content: str, where: str):
-    """What a cell holds: a list of hard texts, or a text, which must not be empty."""
+def read_cell(cell: str, content: str, where: str) -> str | list[str]:
+    """What a cell holds: a list of hard texts, which may be empty, or a text.
+
+    `content`: a key of `USUAL_COLUMNS`; `where`: the cell's place, for messages. Raises
+    `CompvlError` for a text that is empty, and for hard texts as `texts_of_cell` does."""
     if content in SIDES:
         return texts_of_cell(cell, where)
     if not cell.strip():

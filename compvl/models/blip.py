@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core import CompvlError, require, torch_device
 from .formats import brief
-from .pairs import distinct_images, in_batches
+from .pairs import BatchedScorer, distinct_images
 from .releases import ZOO
 from compvl.models.transformers_models import (
     cached_or_fetched,
@@ -31,7 +31,7 @@ from .zoo import weights_folder
 
 # %% ../../nbs/lib/models/11_blip.ipynb #adc5e178
 @dataclass
-class BlipITM:
+class BlipITM(BatchedScorer):
     """BLIP as a `PairScorer`.
 
     The score is the softmax probability of a match from the ITM head, in [0, 1]; with
@@ -77,14 +77,6 @@ class BlipITM:
             return []
         tokens = self.processor.tokenizer(list(captions), verbose=False)["input_ids"]
         return [len(ids) > self.max_length for ids in tokens]
-
-    @torch.inference_mode()
-    def score(self, images: Sequence, captions: Sequence[str]) -> Tensor:
-        """Scores of N aligned pairs -> float32 [N] on the CPU.
-
-        `images`: PIL images (any mode) or preprocessed float tensors [3, H, W].
-        Raises CompvlError where there are not as many captions as images."""
-        return in_batches(self._score_batch, images, captions, self.batch_size)
 
     def _score_batch(self, images, captions) -> Tensor:
         """Scores of up to `batch_size` pairs; each distinct image is encoded once."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core import data_dir
 from .clip import create_model
-from .pairs import distinct_images, in_batches
+from .pairs import BatchedScorer, distinct_images, stack_pixels
 from .scene_network import SceneNetwork, SceneText, scene_tokenizer, transformer_layers
 from .weights import weights_digest
 
@@ -82,7 +82,7 @@ def load_captioner(path=None, device="cpu") -> Captioner:
 
 # %% ../../nbs/lib/models/14b_captioner.ipynb #ea45ee0f
 @dataclass
-class CaptionScorer:
+class CaptionScorer(BatchedScorer):
     """A `Captioner` as a `compvl.models.pairs.PairScorer`.
 
     The score of a pair is log p(caption | image) in nats, or with `prior`
@@ -116,18 +116,11 @@ class CaptionScorer:
         longest = self.tokenizer.context_length - 2
         return [len(self.tokenizer.encode(caption)) > longest for caption in captions]
 
-    @torch.inference_mode()
-    def score(self, images: Sequence, captions: Sequence[str]) -> Tensor:
-        """Scores of N aligned pairs -> float32 [N] on the CPU.
-
-        `images`: PIL images (any mode) or preprocessed float tensors [3, H, W].
-        Raises CompvlError where there are not as many captions as images."""
-        return in_batches(self._score_batch, images, captions, self.batch_size)
-
     def _score_batch(self, images, captions) -> Tensor:
         """Scores of up to `batch_size` pairs; each distinct image is encoded once."""
         pictures, which = distinct_images(images)
-        patches = self.net.look(self._pixels(pictures))[which]
+        pixels = stack_pixels(pictures, self.preprocess).to(self.device)
+        patches = self.net.look(pixels)[which]
         tokens = self.tokenizer(list(captions)).to(self.device)
         scores = self.net.log_probabilities(patches, tokens).sum(1)
         if self.prior:
@@ -141,10 +134,3 @@ class CaptionScorer:
         likelihoods = self.net.log_probabilities(self.net.nothing(len(texts)), tokens).sum(1)
         column = {text: k for k, text in enumerate(texts)}
         return likelihoods[[column[caption] for caption in captions]]
-
-    def _pixels(self, pictures) -> Tensor:
-        pixels = []
-        for picture in pictures:
-            tensor = isinstance(picture, Tensor)
-            pixels.append(picture if tensor else self.preprocess(picture))
-        return torch.stack(pixels).to(self.device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core import data_dir
 from .clip import Model, create_model
-from .pairs import distinct_images, in_batches
+from .pairs import BatchedScorer, distinct_images, stack_pixels
 from .scene_network import SceneNetwork, SceneText, scene_tokenizer, transformer_layers
 from .wrap import wrap_model
 
@@ -122,7 +122,7 @@ def load_matcher(path=None, device="cpu") -> Matcher:
 
 # %% ../../nbs/lib/models/14_matcher.ipynb #d3b0cb2d
 @dataclass
-class MatchingScorer:
+class MatchingScorer(BatchedScorer):
     """A `Matcher` as a `compvl.models.pairs.PairScorer`.
 
     The score of a pair is the logit of a match plus the cosine of image and caption (Kamath et al.
@@ -152,14 +152,6 @@ class MatchingScorer:
         """Which captions are longer than the context of 77 tokens and are cut: one bool each."""
         return self.model.truncated(list(captions))
 
-    @torch.inference_mode()
-    def score(self, images: Sequence, captions: Sequence[str]) -> Tensor:
-        """Scores of N aligned pairs -> float32 [N] on the CPU.
-
-        `images`: PIL images (any mode) or preprocessed float tensors [3, H, W].
-        Raises CompvlError where there are not as many captions as images."""
-        return in_batches(self._score_batch, images, captions, self.batch_size)
-
     def _score_batch(self, images, captions) -> Tensor:
         """Scores of up to `batch_size` pairs; each distinct image and caption is encoded once."""
         pictures, i = distinct_images(images)
@@ -167,14 +159,8 @@ class MatchingScorer:
         column = {text: k for k, text in enumerate(texts)}
         i = torch.tensor(i, device=self.device)
         t = torch.tensor([column[caption] for caption in captions], device=self.device)
-        image, patches = self.net.look(self._pixels(pictures))
+        pixels = stack_pixels(pictures, self.model.preprocess).to(self.device)
+        image, patches = self.net.look(pixels)
         text, states, pad = self.net.read(self.model.tokenizer(texts).to(self.device))
         match = self.net.match(patches[i], states[t], pad[t])[:, 1]
         return (match + (image[i] * text[t]).sum(1)).float().cpu()
-
-    def _pixels(self, pictures) -> Tensor:
-        pixels = []
-        for picture in pictures:
-            tensor = isinstance(picture, Tensor)
-            pixels.append(picture if tensor else self.model.preprocess(picture))
-        return torch.stack(pixels).to(self.device)

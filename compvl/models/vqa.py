@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core import CompvlError, pick, require, torch_device
 from .formats import brief
-from .pairs import in_batches
+from .pairs import BatchedScorer
 from compvl.models.transformers_models import (
     cached_or_fetched,
     check_complete,
@@ -94,15 +94,15 @@ def null_images(n: int, size: int = 224) -> list[Image.Image]:
 
 # %% ../../nbs/lib/models/14c_vqa.ipynb #7840caa0
 @dataclass
-class VQAScorer:
+class VQAScorer(BatchedScorer):
     """An image-text-to-text model of transformers as a `compvl.models.pairs.PairScorer`.
 
     By `kind`, the score of a pair is the probability of `answer` in [0, 1] (`vqa`; of an answer of
     several tokens, the geometric mean of theirs), log p(caption | image) of the whole caption in
     nats, at most 0 (`caption`), or log p(caption | image) − log p(caption) (`gain`). With
     `-per-token`, log-probabilities are means over the caption's tokens in place of sums. The end of
-    the text is one of the tokens. Raises CompvlError for a model or a question that cannot be used
-    so.
+    the text is one of the tokens. Images are PIL images. Raises CompvlError for a model or a
+    question that cannot be used so.
     Source: Lin et al. 2024 (VQAScore), Equation 1; Lin et al. 2024 (Revisiting the Role of Language
     Priors in Vision-Language Models), Section 3."""
 
@@ -166,13 +166,6 @@ class VQAScorer:
     def truncated(self, captions: Sequence[str]) -> list[bool]:
         """Which captions are cut, one bool each: none."""
         return [False] * len(captions)
-
-    @torch.inference_mode()
-    def score(self, images: Sequence, captions: Sequence[str]) -> Tensor:
-        """Scores of N aligned pairs -> float32 [N] on the CPU. `images`: PIL images, any mode.
-
-        Raises CompvlError where there are not as many captions as images."""
-        return in_batches(self._score_batch, images, captions, self.batch_size)
 
     def _score_batch(self, images, captions) -> Tensor:
         """Scores of up to `batch_size` pairs."""

@@ -93,15 +93,15 @@ class CausalTowers(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """The logit scale, at most 100."""
+        """The scale of the logits, exp of `logit_scale` and at most 100: a scalar with gradient."""
         return self.logit_scale.exp().clamp(max=100)
 
     def image_features(self, x: Tensor) -> Tensor:
-        """Unit vectors of images, float [n, width]."""
+        """Unit vectors of images, float [n, image size] -> float [n, width]."""
         return F.normalize(self.image_tower(x), dim=1)
 
     def text_features(self, t: Tensor) -> Tensor:
-        """Unit vectors of texts, float [n, width].
+        """Unit vectors of texts, int64 [n, 6] (words) or float [n, 10] -> float [n, width].
 
         After training, equal captions of one call have features that are equal to the bit.
         """
@@ -115,7 +115,7 @@ def train_towers(scm: SCM, text: str = "slots", width: int | None = None) -> Cau
     """Frozen towers, trained on fresh samples of an SCM by the contrastive loss.
 
     The schedule is that of the SCM's config, and the seed is that of the SCM. `text` and `width`
-    are as for `CausalTowers`.
+    are as for `CausalTowers`. Raises CompvlError for an unknown text tower.
     """
     cfg = scm.cfg
     with torch.random.fork_rng(devices=[]):

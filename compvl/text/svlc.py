@@ -133,7 +133,10 @@ def svlc_lm(
     top_k: int = 5,  # proposals for each mask
     tries: int = 3,  # words that are masked, one after another, until a proposal will do
 ) -> list[Perturbed | Refused]:
-    """SVLC's negatives by a masked language model: for each caption one, or why there is none."""
+    """SVLC's negatives by a masked language model: for each caption one, or why there is none.
+
+    Raises ValueError where there are not as many parses as captions; errors of the language model
+    are those of its `candidates`."""
     words = words or shipped_words()
     readings = [Reading(p, words) for p in parsed or map(parse, captions)]
     rngs = [random.Random(f"{seed}|{caption}") for caption in captions]

@@ -6,21 +6,20 @@
 __all__ = ['captioning_losses', 'held_out_captioning', 'CaptionerConfig', 'captioner_name', 'train_captioner', 'ship_captioner']
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #b77af825
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..core import CompvlError, config_hash, runs_dir, torch_device
-from ..data.loading import load_train_data
+from ..core import CompvlError
 from ..evaluate.scorers import check_at_least_one
 from ..microworld.datasets import PretrainSet
 from ..models.captioner import Captioner
 from ..models.clip import create_model
 from ..models.scene_network import scene_tokenizer, scene_vocabulary
-from .scene_training import SceneTraining
-from .steps import Trainee, check_batch, ship_run, train_steps
+from .scene_training import SceneTraining, scene_run_name, train_scenes
+from .steps import check_batch, ship_run
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #0b7499f7
 def captioning_losses(
@@ -113,22 +112,11 @@ class CaptionerConfig:
             )
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #53bb8ac3
-def _training_fields(cfg: CaptionerConfig) -> dict:
-    """The fields of a config on which its training depends."""
-    fields = asdict(cfg)
-    del fields["prior"]
-    return fields
-
-
 def captioner_name(cfg: CaptionerConfig) -> str:
     """The name of a config's run folder; nothing is trained.
 
     Raises CompvlError where its image tower cannot be opened."""
-    identity = _training_fields(cfg)
-    identity["train_data"] = load_train_data("pretrain", cfg.n_train).describe()
-    if cfg.image_tower:
-        identity["image_tower"] = create_model("micro-clip", cfg.image_tower, "cpu").fingerprint()
-    return f"captioner-{config_hash(identity)}"
+    return scene_run_name("captioner", cfg)
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #1f65e009
 class _CaptionerTraining(SceneTraining):
@@ -162,11 +150,9 @@ class _CaptionerTraining(SceneTraining):
 def train_captioner(
     cfg: CaptionerConfig = CaptionerConfig(),
     runs=None,  # folder of all runs, default `runs_dir()`
-    resume: bool = True,  # these options as for `compvl.train.steps.train_steps`
-    progress: bool = True,
+    *,
     device=None,  # default CUDA where present
-    checkpoint_every: int = 200,
-    on_log=None,
+    **options,  # of `train_steps`: resume, progress, checkpoint_every, on_log
 ) -> Path:
     """Train a captioner by its config, or continue its run, or find the finished one.
 
@@ -174,16 +160,7 @@ def train_captioner(
     metrics.csv has a row a step: step, lr, the losses of `captioning_losses`, samples_per_s, and
     at some steps those of `held_out_captioning`.
     Raises CompvlError where the loss is not finite."""
-    device = torch_device(device)
-    data = load_train_data("pretrain", cfg.n_train)
-    folder = Path(runs or runs_dir()) / captioner_name(cfg)
-
-    def build() -> Trainee:
-        training = _CaptionerTraining(cfg, data, scene_tokenizer(), device)
-        return training.trainee(_training_fields(cfg), folder)
-
-    options = {"checkpoint_every": checkpoint_every, "log_every": 1, "on_log": on_log}
-    return train_steps(folder, cfg.steps, build, resume, progress, **options)
+    return train_scenes("captioner", cfg, _CaptionerTraining, runs, device, **options)
 
 # %% ../../nbs/lib/train/13b_captioner.ipynb #9d477208
 def ship_captioner(run, folder=None):

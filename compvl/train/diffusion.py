@@ -133,11 +133,9 @@ class _DiffusionTraining:
 def train_diffusion(
     cfg: DiffusionConfig = DiffusionConfig(),
     runs=None,  # folder of all runs, default `runs_dir()`
-    resume: bool = True,  # these options as for `train_steps`
-    progress: bool = True,
+    *,
     device=None,  # default CUDA where present
-    checkpoint_every: int = 200,
-    on_log=None,
+    **options,  # of `train_steps`: resume, progress, checkpoint_every, on_log
 ) -> Path:
     """Train a diffusion model by its config, or continue its run, or find the finished one.
 
@@ -164,7 +162,7 @@ def train_diffusion(
 
         return Trainee(about, state, training.step, save)
 
-    return train_steps(folder, cfg.steps, build, resume, progress, checkpoint_every, on_log=on_log)
+    return train_steps(folder, cfg.steps, build, **options)
 
 # %% ../../nbs/lib/train/11_diffusion.ipynb #8a330786
 def teacher_errors(

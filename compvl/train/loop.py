@@ -90,6 +90,14 @@ class Trainer:
         )
         self.start = 0  # steps already trained
         self.carried = {}  # what terms keep from step to step of an epoch
+        self.columns = []  # of what `take_step` returns
+        self.last = {}  # the last row of metrics.csv
+        self.speed = 0.0  # samples per second, up to that row
+        self.metrics = None  # metrics.csv, of the main process
+        self.validated = None  # validation.csv, of the main process
+        self.bar = None
+        self.tenths = 0  # of the run, reported without a bar
+        self.validation = None
         if config.validate_every:
             self.validation = Validation(config, data, self.collate, accelerator)
 
@@ -168,7 +176,7 @@ class Trainer:
             disable=None if self.progress and self.accelerator.is_main_process else True,
         )
         with progress_bar as self.bar:
-            self.tenths = 10 * self.start // self.steps  # of the run, reported without a bar
+            self.tenths = 10 * self.start // self.steps
             pending = []
             if not self.start and self.is_validated(0):
                 self.validate(0)

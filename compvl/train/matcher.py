@@ -6,21 +6,19 @@
 __all__ = ['MatcherConfig', 'matcher_name', 'train_matcher', 'ship_matcher']
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #0dc93654
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from ..core import CompvlError, config_hash, runs_dir, torch_device
-from ..data.loading import load_train_data
+from ..core import CompvlError
 from ..evaluate.scorers import check_at_least_one
 from ..models.clip import bound_log_scale, create_model
 from ..models.matcher import Matcher, as_model
-from ..models.scene_network import scene_tokenizer, scene_vocabulary
+from ..models.scene_network import scene_vocabulary
 from .matching import matching_losses
-from .scene_training import SceneTraining
-from .steps import Trainee, check_batch, ship_run, train_steps
+from .scene_training import SceneTraining, scene_run_name, train_scenes
+from .steps import check_batch, ship_run
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #a7109cc6
 @dataclass(frozen=True)
@@ -68,11 +66,7 @@ def matcher_name(cfg: MatcherConfig) -> str:
     """The name of a config's run folder; nothing is trained.
 
     Raises CompvlError where its image tower cannot be opened."""
-    identity = asdict(cfg)
-    identity["train_data"] = load_train_data("pretrain", cfg.n_train).describe()
-    if cfg.image_tower:
-        identity["image_tower"] = create_model("micro-clip", cfg.image_tower, "cpu").fingerprint()
-    return f"matcher-{config_hash(identity)}"
+    return scene_run_name("matcher", cfg)
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #e7d0eca8
 class _MatcherTraining(SceneTraining):
@@ -104,27 +98,16 @@ class _MatcherTraining(SceneTraining):
 def train_matcher(
     cfg: MatcherConfig = MatcherConfig(),
     runs=None,  # folder of all runs, default `runs_dir()`
-    resume: bool = True,  # these options as for `compvl.train.steps.train_steps`
-    progress: bool = True,
+    *,
     device=None,  # default CUDA where present
-    checkpoint_every: int = 200,
-    on_log=None,
+    **options,  # of `train_steps`: resume, progress, checkpoint_every, on_log
 ) -> Path:
     """Train a cross-encoder by its config, or continue its run, or find the finished one.
 
     Returns the run's folder, `<runs>/matcher-<hash>`, with the files that `train_steps` names.
     metrics.csv has a row a step: step, lr, loss, itc, itm, mlm, logit_scale, samples_per_s.
     Raises CompvlError where the loss is not finite."""
-    device = torch_device(device)
-    data = load_train_data("pretrain", cfg.n_train)
-    folder = Path(runs or runs_dir()) / matcher_name(cfg)
-
-    def build() -> Trainee:
-        training = _MatcherTraining(cfg, data, scene_tokenizer(), device)
-        return training.trainee(asdict(cfg), folder)
-
-    options = {"checkpoint_every": checkpoint_every, "log_every": 1, "on_log": on_log}
-    return train_steps(folder, cfg.steps, build, resume, progress, **options)
+    return train_scenes("matcher", cfg, _MatcherTraining, runs, device, **options)
 
 # %% ../../nbs/lib/train/13_matcher.ipynb #4ea8c18c
 def ship_matcher(run, folder=None):

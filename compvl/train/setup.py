@@ -8,7 +8,6 @@ __all__ = ['LONGEST_WAIT', 'SHARDED', 'check_accelerate', 'make_accelerator', 'r
            'plain_clip', 'check_weights_used']
 
 # %% ../../nbs/lib/train/13_setup.ipynb #b396b608
-import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -49,7 +48,7 @@ SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 def check_accelerate(config: TrainConfig):
     """Raise `CompvlError` where Accelerate splits the weights, or a tracker is not installed."""
     for kind in SHARDED:
-        if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("true", "1", "yes"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             raise CompvlError(
                 f"Accelerate is configured for {kind}, which splits the weights over processes; "
                 "compvl trains with whole weights on each (DDP): choose plain multi-GPU in "

@@ -286,7 +286,10 @@ class ChunkedBackward:
         self.states = []  # of the random generators, before each chunk
 
     def run(self) -> tuple[Tensor, dict]:
-        """Add the gradients of the batch to the weights; returns what `batch_loss` does."""
+        """Add the gradients of the batch to the weights.
+
+        Returns what `batch_loss` does, without gradient: the loss, a float scalar, and what is
+        logged, scalars by name. Errors as of `encode` and `text_pass_terms`."""
         features = self.encode_all()
         loss, logged = feature_loss(*features, None, None, self.batch, self.config)
         leaves = [leaf for leaf in features if leaf is not None]
@@ -294,7 +297,11 @@ class ChunkedBackward:
         return self.backward_chunks(gradients, loss.detach(), logged)
 
     def encode(self, items: slice, texts: Tensor, attribution: str | None = None) -> tuple:
-        """What `Towers` returns for the items and texts of a chunk."""
+        """What `Towers` returns for b items and m texts of a chunk.
+
+        Its first two are unit vectors, of images [b, D] and of texts [m, D]. `texts`: int64 [m],
+        rows of the batch's tokens, those of the b captions first. With an attribution, errors as
+        of `text_attribution`."""
         images = self.model.normalize(self.batch["images"][items])
         tokens = self.batch["tokens"][texts.to(self.model.device)]
         return self.towers(images, tokens, attribution, self.config.attribution_score)
@@ -355,9 +362,10 @@ class ChunkedBackward:
         return total
 
     def text_pass_features(self, items: slice, outputs: tuple, n: Tensor) -> Features:
-        """The features of a chunk's captions, with attributions.
+        """The features of the b captions of a chunk, with attributions float [b, L].
 
-        `n`: how many captions of the global batch are attributable."""
+        `outputs`: of `encode`, with an attribution; images and captions are float [b, D].
+        `n`: int64 scalar, how many captions of the global batch are attributable."""
         images, texts, scale, _, token_attributions, _ = outputs
         rows = {}
         for name in ("objects", "composition", "relations"):

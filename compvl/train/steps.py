@@ -14,11 +14,16 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from filelock import FileLock
 from tqdm import tqdm
 
 from ..core import CompvlError, atomic_write, data_dir, environment, make_folder, write_json
-from ..models.formats import brief
+from compvl.train.checkpoint import (
+    load_checkpoint,
+    lock_folder,
+    remove_temporary_files,
+    save_checkpoint,
+    writing_to,
+)
 
 # %% ../../nbs/lib/train/10_steps.ipynb #a7163b5a
 @dataclass
@@ -42,17 +47,14 @@ def check_batch(batch_size: int, n_train: int):
         )
 
 # %% ../../nbs/lib/train/10_steps.ipynb #7fbbaa14
-def _restore(checkpoint: Path, trainee: Trainee) -> tuple[int, list[dict]]:
+_CHECKPOINT = "checkpoint.pt"
+
+
+def _restore(folder: Path, trainee: Trainee) -> tuple[int, list[dict]]:
     """Continue `trainee` from a checkpoint, if there is one: steps done, and rows of the log."""
-    if not checkpoint.exists():
+    saved = load_checkpoint(folder, _CHECKPOINT)
+    if saved is None:
         return 0, []
-    try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged file makes its reader raise
-        raise CompvlError(
-            f"{checkpoint} cannot be read ({brief(error, 100)}): "
-            f"remove {checkpoint.parent} to train again"
-        ) from error
     for name, part in trainee.state.items():
         part.load_state_dict(saved[name])
     return saved["step"], saved["rows"]
@@ -60,13 +62,12 @@ def _restore(checkpoint: Path, trainee: Trainee) -> tuple[int, list[dict]]:
 
 def _save_progress(folder: Path, trainee: Trainee, done: int, rows: list[dict]):
     """Write metrics.csv and checkpoint.pt."""
-    with atomic_write(folder / "metrics.csv") as new:
+    with writing_to(folder), atomic_write(folder / "metrics.csv") as new:
         pd.DataFrame(rows).to_csv(new, index=False)
     saved = {"step": done, "rows": rows}
     for name, part in trainee.state.items():
         saved[name] = part.state_dict()
-    with atomic_write(folder / "checkpoint.pt") as new:
-        torch.save(saved, new)
+    save_checkpoint(folder, saved, _CHECKPOINT)
 
 # %% ../../nbs/lib/train/10_steps.ipynb #3ec5aaaf
 def _log_row(done: int, recent: list[dict]) -> dict:
@@ -105,20 +106,22 @@ def train_steps(
     row each `log_every` steps, and with each checkpoint), weights.safetensors, DONE, and
     checkpoint.pt while the run is under way.
     Raises CompvlError where the loss is not finite, where checkpoint.pt cannot be read, and where
-    the folder cannot be made."""
+    the folder cannot be made or written."""
     # Longer than 40 lines: the signature, and the loop that reads from top to bottom.
     make_folder(folder, "name another folder of runs")
-    checkpoint = folder / "checkpoint.pt"
-    with FileLock(folder / ".lock"):
+    checkpoint = folder / _CHECKPOINT
+    with lock_folder(folder):
         if not resume:
             (folder / "DONE").unlink(missing_ok=True)
             checkpoint.unlink(missing_ok=True)
         if (folder / "DONE").exists():
             return folder
         trainee = build()
-        start, rows = _restore(checkpoint, trainee)
-        write_json(folder / "config.json", trainee.about)
-        write_json(folder / "environment.json", environment())
+        start, rows = _restore(folder, trainee)
+        remove_temporary_files(folder)
+        with writing_to(folder):
+            write_json(folder / "config.json", trainee.about)
+            write_json(folder / "environment.json", environment())
         recent = []
         bar = {"initial": start, "unit": "step", "disable": not progress, "mininterval": 5}
         for step in tqdm(range(start, steps), folder.name, steps, **bar):
@@ -133,8 +136,9 @@ def train_steps(
                     on_log(rows[-1])
             if is_saved:
                 _save_progress(folder, trainee, done, rows)
-        trainee.save(folder / "weights.safetensors")
-        write_json(folder / "DONE", {"steps": steps, "loss": rows[-1]["loss"]})
+        with writing_to(folder):
+            trainee.save(folder / "weights.safetensors")
+            write_json(folder / "DONE", {"steps": steps, "loss": rows[-1]["loss"]})
         checkpoint.unlink(missing_ok=True)
     return folder
 
