@@ -197,10 +197,9 @@ def classification_set(n: int = 1000, seed: int = 0, split: str = "test") -> dic
     Dict of scenes, labels (index into classes), classes (the nouns) and templates (prompts with
     {})."""
     pictures = scenes(split, n, seed + 6000, single=True)
-    nouns = range(len(lexicon().values["object"]))
     return dict(
         scenes=pictures,
         labels=[scene.objects[0].object for scene in pictures],
-        classes=[lexicon().main_word("object", noun) for noun in nouns],
+        classes=lexicon().main_words("object"),
         templates=["a {}", "a picture of a {}", "a photo of a {}", "there is a {}"],
     )
