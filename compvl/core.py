@@ -20,8 +20,11 @@ import subprocess
 import sys
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from typing import Any
 __all__ = ['FEW_SHAPES', 'CompvlError', 'pick', 'data_dir', 'notebooks_dir', 'committed_results', 'notebook_number', 'runs_dir',
            'cache_dir', 'make_folder', 'atomic_write', 'write_json', 'cannot_read', 'read_json', 'iter_jsonl',
            'read_jsonl', 'read_csv', 'config_hash', 'git_commit', 'cores', 'environment', 'torch_device',
-           'release_memory', 'kept_objects', 'require']
+           'release_memory', 'kept_objects', 'batched', 'compute_ahead', 'require']
 
 # %% ../nbs/lib/01_core.ipynb #7297f029
 # tqdm asks for ipywidgets, which nothing here needs
@@ -381,6 +384,24 @@ def kept_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+# %% ../nbs/lib/01_core.ipynb #162b93e3
+def batched(items: Iterable, n: int) -> Iterator[list]:
+    """Lists of `n` items in order; the last one may be shorter."""
+    items = iter(items)
+    while batch := list(islice(items, n)):
+        yield batch
+
+# %% ../nbs/lib/01_core.ipynb #c373f92c
+def compute_ahead(pool: Executor, function: Callable, items: Iterable, n: int) -> Iterator:
+    """Yield `function(item)` for each item in order, computed by `pool` at most `n` items ahead."""
+    pending = deque()
+    for item in items:
+        pending.append(pool.submit(function, item))
+        if len(pending) >= n:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
 
 # %% ../nbs/lib/01_core.ipynb #c5946c6a
 def require(module: str, extra: str) -> Any:

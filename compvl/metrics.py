@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['CHANCE', 'JOINT_METRICS', 'triplet_outcomes', 'triplet_metrics', 'order_outcomes', 'triplet_orders',
            'text_only_outcomes', 'pair_outcomes', 'square_outcomes', 'square_sides', 'retrieval_ranks',
-           'retrieval_ranks_of_scores', 'classification_ranks', 'figures']
+           'retrieval_ranks_of_scores', 'classification_ranks', 'group_names', 'outcome_parts', 'correlation_parts',
+           'figures']
 
 # %% ../nbs/lib/03_metrics.ipynb #b2dbfba5
 import itertools
@@ -322,6 +323,40 @@ def classification_ranks(scores, labels) -> np.ndarray:
 JOINT_METRICS = ("pair_accuracy", "set_accuracy")
 
 
+def group_names(groups: pd.Series) -> list:
+    """The names of groups, each once; `''`, None and NaN are none."""
+    return [name for name in groups.dropna().unique() if name != ""]
+
+
+def outcome_parts(
+    metric: str,
+    outcome: pd.Series | list[pd.Series],  # by item; a list: by class
+    groups: pd.Series,  # of the items
+    not_in_macro: Sequence[str] = (),
+) -> dict[str, list[pd.Series]]:
+    """The parts of an outcome that each of its figures is a mean over, with equal weight.
+
+    {group: parts} of each group that has items, `all` and `macro`, as for `figures`."""
+    parts = outcome if isinstance(outcome, list) else [outcome]
+    names = [] if metric in JOINT_METRICS else group_names(groups)
+    by_group = {}
+    for name in names:
+        of_group = [part[groups.loc[part.index] == name] for part in parts]
+        by_group[name] = [part for part in of_group if len(part)]
+    found = by_group | dict(all=parts)
+    if len(names) > 1 and metric != "ties" and not isinstance(outcome, list):
+        counted = [by_group[name] for name in names if name not in not_in_macro]
+        found["macro"] = list(itertools.chain(*counted))
+    return {name: some for name, some in found.items() if some}
+
+
+def correlation_parts(correlation: Correlation, groups: pd.Series) -> dict[str, Correlation]:
+    """{group: its pairs} of groups of three pairs or more, and `all`."""
+    of_pair = groups.loc[correlation.x.index]
+    parts = {name: correlation[of_pair == name] for name in group_names(groups)}
+    return {name: part for name, part in parts.items() if len(part) > 2} | dict(all=correlation)
+
+
 def _figure(parts: Sequence[pd.Series], metric: str, n_boot: int, seed: int, joint: bool) -> tuple:
     """(value, lo, hi, n) of the parts' mean, or of the number of ties."""
     if metric == "ties":
@@ -330,36 +365,6 @@ def _figure(parts: Sequence[pd.Series], metric: str, n_boot: int, seed: int, joi
     scale = 100 if parts[0].dtype == bool else 1
     found = bootstrap([part.to_numpy() for part in parts], n_boot, seed, joint=joint)
     return scale * found.value, scale * found.lo, scale * found.hi, found.n
-
-
-def _correlation_figures(
-    correlation: Correlation, groups: pd.Series, names: list[str], n_boot: int, seed: int
-) -> dict[str, tuple]:
-    """{group: (value, lo, hi, n)}, over groups of three pairs or more, and over all pairs.
-
-    Raises CompvlError where these are fewer than three."""
-    of_pair = groups.loc[correlation.x.index]
-    parts = {name: correlation[of_pair == name] for name in names}
-    parts = {name: part for name, part in parts.items() if len(part) > 2} | dict(all=correlation)
-    return {name: part.interval(n_boot, seed) for name, part in parts.items()}
-
-
-def _outcome_parts(
-    parts: list[pd.Series],
-    groups: pd.Series,
-    names: list[str],
-    with_macro: bool,
-    not_in_macro: Sequence[str],
-) -> dict[str, list[pd.Series]]:
-    """{group: parts that are not empty}, with `all`, and `macro` where it is wanted."""
-    by_group = {}
-    for name in names:
-        by_group[name] = [part[groups.loc[part.index] == name] for part in parts]
-    found = by_group | dict(all=parts)
-    if with_macro:
-        counted = [by_group[name] for name in names if name not in not_in_macro]
-        found["macro"] = list(itertools.chain(*counted))
-    return {name: [part for part in some if len(part)] for name, some in found.items()}
 
 
 def figures(
@@ -379,9 +384,7 @@ def figures(
     Raises CompvlError for a group of one of these two names, for NaN in a mean, and for a
     correlation of fewer than three pairs.
     """
-    groups = groups.astype(object).where(groups.notna(), "")
-    all_names = [name for name in pd.unique(groups) if name != ""]
-    taken = {"all", "macro"} & set(all_names)
+    taken = {"all", "macro"} & set(group_names(groups))
     if taken:
         raise CompvlError(
             f"a group of items is called {min(taken)!r}, which is the name of the row over all "
@@ -389,18 +392,11 @@ def figures(
         )
     rows = []
     for metric, outcome in outcomes.items():
-        names = [] if metric in JOINT_METRICS else all_names
         if isinstance(outcome, Correlation):
-            found = _correlation_figures(outcome, groups, names, n_boot, seed)
-        else:
-            is_by_class = isinstance(outcome, list)
-            with_macro = len(names) > 1 and metric != "ties" and not is_by_class
-            parts = outcome if is_by_class else [outcome]
-            parts = _outcome_parts(parts, groups, names, with_macro, not_in_macro)
-            found = {
-                name: _figure(some, metric, n_boot, seed, is_by_class)
-                for name, some in parts.items()
-                if some
-            }
-        rows += [(name, metric, *values) for name, values in found.items()]
+            for name, part in correlation_parts(outcome, groups).items():
+                rows.append((name, metric, *part.interval(n_boot, seed)))
+            continue
+        joint = isinstance(outcome, list)
+        for name, parts in outcome_parts(metric, outcome, groups, not_in_macro).items():
+            rows.append((name, metric, *_figure(parts, metric, n_boot, seed, joint)))
     return pd.DataFrame(rows, columns=["group", "metric", "value", "lo", "hi", "n"])

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..core import CompvlError, notebook_number, notebooks_dir, require
+from ..core import CompvlError, notebook_number, notebooks_dir, pick, require
 
 # %% auto #0
 __all__ = ['select_notebooks', 'reads_others', 'notebook_title', 'PlannedNotebook']
@@ -41,8 +41,7 @@ def select_notebooks(
         return paths
     for entry in wanted:
         if not any(_matches(entry, path.stem) for path in paths):
-            known = ", ".join(path.stem for path in paths)
-            raise CompvlError(f"Unknown notebook {entry!r}: choose among {known}.")
+            pick(entry, [path.stem for path in paths], "notebook")
     return [path for path in paths if any(_matches(entry, path.stem) for entry in wanted)]
 
 # %% ../../nbs/lib/app/01_plan.ipynb #e6432fd5

@@ -7,7 +7,6 @@ __all__ = ['macro_groups', 'Difference', 'compare', 'compare_models']
 
 # %% ../../nbs/lib/evaluate/11_comparisons.ipynb #c606acad
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -17,38 +16,23 @@ from ..core import CompvlError, pick
 from .averages import COUNT_METRICS, averaged, averages
 from .scorers import check_at_least_one
 from .tasks import task_of
-from ..metrics import JOINT_METRICS
+from ..metrics import correlation_parts, group_names, outcome_parts
 from ..stats import Correlation, paired_bootstrap, resampled_difference
 
 # %% ../../nbs/lib/evaluate/11_comparisons.ipynb #3197f17a
-def _group_names(table: pd.DataFrame) -> list[str]:
-    """Names of the groups; the empty one, and None and NaN, are none."""
-    return [name for name in table.group.dropna().unique() if name != ""]
-
-
 def macro_groups(table: pd.DataFrame) -> list[str]:
     """The groups of a table of scores that count in its macro average.
 
     These are all groups but those in `attrs['not_in_macro']`."""
     left_out = table.attrs.get("not_in_macro", ())
-    return [name for name in _group_names(table) if name not in left_out]
+    return [name for name in group_names(table.group) if name not in left_out]
 
 
-def _parts_by_group(table: pd.DataFrame, metric: str, outcome) -> dict[str, list[pd.Series]]:
+def _mean_parts(table: pd.DataFrame, metric: str, outcome) -> dict[str, list[pd.Series]]:
     """The parts of an outcome that each figure averages: `all`, each group, and `macro`."""
-    parts = outcome if isinstance(outcome, list) else [outcome]
-    if metric in JOINT_METRICS:
-        return {"all": parts}
-    names = _group_names(table)
-    by_group = {}
-    for name in names:
-        of_group = [part[table.group[part.index] == name] for part in parts]
-        by_group[name] = [part for part in of_group if len(part)]
-    figures = {"all": parts} | by_group
-    counted = macro_groups(table)
-    if len(names) > 1 and counted and not isinstance(outcome, list):
-        figures["macro"] = list(chain(*(by_group[name] for name in counted)))
-    return figures
+    left_out = table.attrs.get("not_in_macro", ())
+    parts = outcome_parts(metric, outcome, table.group, left_out)
+    return {"all": parts["all"]} | parts
 
 # %% ../../nbs/lib/evaluate/11_comparisons.ipynb #17a43c3c
 class Difference(NamedTuple):
@@ -154,26 +138,22 @@ def _aligned(a: pd.DataFrame, b: pd.DataFrame) -> _Aligned:
 def _mean_rows(aligned: _Aligned, metric: str, n_boot: int, seed: int) -> list[tuple]:
     """Rows of a metric that is a mean: overall, by group, and macro."""
     joint = isinstance(aligned.outcomes_a[metric], list)
-    figures_a = _parts_by_group(aligned.a, metric, aligned.outcomes_a[metric])
-    figures_b = _parts_by_group(aligned.b, metric, aligned.outcomes_b[metric])
+    parts_a = _mean_parts(aligned.a, metric, aligned.outcomes_a[metric])
+    parts_b = _mean_parts(aligned.b, metric, aligned.outcomes_b[metric])
     rows = []
-    for group, parts in figures_a.items():
-        rows.append((group, metric, *_difference(parts, figures_b[group], n_boot, seed, joint)))
+    for group, parts in parts_a.items():
+        rows.append((group, metric, *_difference(parts, parts_b[group], n_boot, seed, joint)))
     return rows
 
 
 def _correlation_rows(aligned: _Aligned, metric: str, n_boot: int, seed: int) -> list[tuple]:
     """Rows of a metric that is a correlation: overall, and of groups of more than two pairs."""
-    a = aligned.outcomes_a[metric]
-    b = aligned.outcomes_b[metric]
-    parts = {"all": (a, b)}
-    for group in _group_names(aligned.a):
-        in_group = aligned.a.group == group
-        parts[group] = (a[in_group], b[in_group])
+    parts_a = correlation_parts(aligned.outcomes_a[metric], aligned.a.group)
+    parts_b = correlation_parts(aligned.outcomes_b[metric], aligned.b.group)
     rows = []
-    for group, (part_a, part_b) in parts.items():
-        if len(part_a) > 2:
-            row = _correlation_difference(part_a, part_b, n_boot, seed)
+    for group, part in ({"all": parts_a["all"]} | parts_a).items():
+        if len(part) > 2:
+            row = _correlation_difference(part, parts_b[group], n_boot, seed)
             rows.append((group, metric, *row))
     return rows
 

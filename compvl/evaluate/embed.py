@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from ..core import CompvlError, config_hash, torch_device
-from .parallel import batched, compute_ahead, processes, share, together
+from ..core import CompvlError, batched, compute_ahead, config_hash, torch_device
+from .parallel import processes, share, together
 from .pictures import ImageLoader, image_content_key, result_or_error
 from .store import FeatureStore, content_key, embeddings_folder
 from ..metrics import retrieval_ranks

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..core import CompvlError, torch_device
+from ..core import CompvlError, batched, compute_ahead, torch_device
 from .embed import check_lengths
-from .parallel import batched, compute_ahead, processes, share, together
+from .parallel import processes, share, together
 from .pictures import pixels_key, result_or_error, scene_key, scene_pictures
 from .store import FeatureStore, content_key, embeddings_folder
 from ..images import open_image

@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 
 from .captions import caption
 from .datasets import FinetuneSet
-from .oracle import readable, truth
+from .oracle import truth_verdict
 from .scenes import Scene, scenes
 from .vocabulary import microworld_words
 from ..text.operators import Perturbed, Refused
@@ -36,14 +36,6 @@ def captioned_scenes(
 # %% ../../nbs/lib/microworld/14_audit.ipynb #e9081dbb
 VERDICTS = ("true", "false", "undecided", "unreadable", "refused")
 _READABLE = list(VERDICTS[:3])
-
-
-def _verdict_of(scene: Scene, text: str) -> str:
-    """The verdict on a text."""
-    value = truth(scene, text)
-    if value is not None:
-        return "true" if value else "false"
-    return "undecided" if readable(text) else "unreadable"
 
 
 def wilson_interval(k: int, n: int) -> tuple[float, float]:
@@ -73,7 +65,7 @@ def _verdicts(
             rows.append((name, *[""] * len(by), "refused"))
             continue
         fields = [getattr(made.steps[0], field) for field in by]
-        rows.append((name, *fields, _verdict_of(scene, made.text)))
+        rows.append((name, *fields, truth_verdict(scene, made.text)))
     return rows
 
 
@@ -118,7 +110,7 @@ def _verdict_counts(dataset: FinetuneSet, indices: Iterable[int], texts: Iterabl
     for i, of_item in zip(indices, texts, strict=True):
         scene = dataset.images.scene(i)
         for text in of_item if isinstance(of_item, list) else [of_item]:
-            counts["refused" if text is None else _verdict_of(scene, text)] += 1
+            counts["refused" if text is None else truth_verdict(scene, text)] += 1
     return counts
 
 
@@ -135,7 +127,7 @@ def _counterpart_counts(dataset: FinetuneSet, indices: Iterable[int]) -> Counter
     counts = Counter()
     for i in indices:
         made = dataset.counterpart(i)
-        counts[_verdict_of(*made) if made else "refused"] += 1
+        counts[truth_verdict(*made) if made else "refused"] += 1
     return counts
 
 

@@ -11,7 +11,7 @@ import itertools
 import random
 from dataclasses import replace
 
-from ..core import CompvlError
+from ..core import pick
 from compvl.microworld.captions import (
     Adj,
     Caption,
@@ -163,11 +163,8 @@ def triplets(name: str, n: int, seed: int = 0, split: str = "test") -> list[dict
 
     Dicts of id, scene, caption, hard_negative, hard_positive and group. Raises `CompvlError` for
     an unknown name or split."""
-    if name not in TRIPLETS:
-        known = ", ".join(TRIPLETS)
-        raise CompvlError(f"there is no microworld benchmark '{name}': choose one of {known}")
+    groups = TRIPLET_GROUPS[pick(name, TRIPLETS, "microworld benchmark")]
     rng = random.Random(f"{name}-{seed}")
-    groups = TRIPLET_GROUPS[name]
     items = []
     for k, group in enumerate(groups):
         share = n // len(groups) + (k < n % len(groups))
@@ -200,10 +197,9 @@ def classification_set(n: int = 1000, seed: int = 0, split: str = "test") -> dic
     Dict of scenes, labels (index into classes), classes (the nouns) and templates (prompts with
     {})."""
     pictures = scenes(split, n, seed + 6000, single=True)
-    nouns = range(len(lexicon().values["object"]))
     return dict(
         scenes=pictures,
         labels=[scene.objects[0].object for scene in pictures],
-        classes=[lexicon().main_word("object", noun) for noun in nouns],
+        classes=lexicon().main_words("object"),
         templates=["a {}", "a picture of a {}", "a photo of a {}", "there is a {}"],
     )

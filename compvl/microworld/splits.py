@@ -8,7 +8,7 @@ __all__ = ['SPLITS', 'split_range', 'content_hashes', 'are_kept_out', 'in_split'
 # %% ../../nbs/lib/microworld/02_splits.ipynb #bf84dd62
 import numpy as np
 
-from ..core import CompvlError
+from ..core import pick
 from .vocabulary import CONTENT_FIELDS
 
 # %% ../../nbs/lib/microworld/02_splits.ipynb #84d80a06
@@ -19,11 +19,7 @@ def split_range(split: str) -> tuple[int, int]:
     """Lowest and one above the highest hash modulo 100 of a split.
 
     Raises `CompvlError` for an unknown split."""
-    names = [*SPLITS, "heldout"]
-    if split not in names:
-        raise CompvlError(
-            f"there is no microworld split '{split}': choose one of {', '.join(names)}"
-        )
+    pick(split, [*SPLITS, "heldout"], "microworld split")
     return SPLITS.get(split, (0, 100))
 
 # %% ../../nbs/lib/microworld/02_splits.ipynb #1a0e62cc

@@ -80,6 +80,10 @@ class Lexicon:
         """The commonest word for the value."""
         return self._common[family, value][0]
 
+    def main_words(self, family: str) -> list[str]:
+        """The commonest word for each value of a family."""
+        return [self.main_word(family, value) for value in range(len(self.values[family]))]
+
     def other_value(self, family: str, excluded: Collection[int], rng: random.Random) -> int:
         """A value of the family that is not `excluded`."""
         n = len(self.values[family])

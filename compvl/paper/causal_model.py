@@ -163,19 +163,6 @@ class SCM:
             words.append(word)
         return torch.cat(words, 1)
 
-    def untext(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse of `text`: concepts and private parts, float [n, 5] each."""
-        if self.generation == "sentence":
-            return self.f_t.inverse(t).split(5, 1)
-        words = t.split(2, 1)
-        parts = []
-        for k, word in enumerate(words):
-            if k:
-                word = word - torch.tanh(words[k - 1]) @ self.A[k]
-            parts.append(self.f_k[k].inverse(word))
-        z, m = torch.stack(parts, 1).unbind(2)
-        return z, m
-
     def of(self, v: Tensor, gen: torch.Generator) -> Draw:
         """A sample with these captions, int64 [n, 5]."""
         z = self.embeddings[torch.arange(5), v].flatten(1)

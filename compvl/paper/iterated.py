@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from ..evaluate.scorers import scorer_of
-from ..microworld.oracle import readable, truth
+from ..microworld.oracle import truth_verdict
 from ..microworld.scenes import Scene
 from ..microworld.vocabulary import microworld_words
 from .claims import FINDING_COLUMNS
@@ -58,12 +58,7 @@ def _verdict(image: Any, text: str | None) -> str:
     """What is known of a negative, as in `operate`."""
     if text is None:
         return "refused"
-    if not isinstance(image, Scene):
-        return ""
-    is_true = truth(image, text)
-    if is_true is None:
-        return "undecided" if readable(text) else "unreadable"
-    return "true" if is_true else "false"
+    return truth_verdict(image, text) if isinstance(image, Scene) else ""
 
 
 _OPERATED_COLUMNS = "item operators k caption negative changed verdict".split()

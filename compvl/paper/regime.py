@@ -147,17 +147,13 @@ def _family_features(model: Model, family: str) -> torch.Tensor:
     """Features of *a <word> <noun>* for each noun and each main word of a family: [N, words, D].
 
     Of the family of nouns: of *a <noun>*, the same for each noun."""
-    words = _main_words(family)
-    nouns = _main_words("object")
+    words = lexicon().main_words(family)
+    nouns = lexicon().main_words("object")
     if family == "object":
         features = model.encode_text(model.tokenizer([f"a {word}" for word in words]))
         return features.expand(len(nouns), -1, -1)
     texts = [f"a {word} {noun}" for noun, word in itertools.product(nouns, words)]
     return model.encode_text(model.tokenizer(texts)).view(len(nouns), len(words), -1)
-
-
-def _main_words(family: str) -> list[str]:
-    return [lexicon().main_word(family, k) for k in range(len(lexicon().values[family]))]
 
 # %% ../../nbs/lib/paper/05a_regime.ipynb #a883b512
 _SEED_COLORS = (BLUE, ORANGE, GREEN)

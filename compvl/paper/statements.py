@@ -7,7 +7,6 @@ __all__ = ['Place', 'Terms', 'STATEMENT_KINDS', 'figure_at', 'mean_of', 'minus',
            'contrasts_table', 'Stored', 'Findings', 'Statement', 'without_rounded', 'join']
 
 # %% ../../nbs/lib/paper/18a_statements.ipynb #01f15557
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -300,9 +299,7 @@ class Findings:
         known = list(table.id)
         unknown = [id for id in self.ids if id not in known]
         if unknown and not (self.any_of and len(unknown) < len(self.ids)):
-            close = difflib.get_close_matches(unknown[0], known, 3, 0)
-            names = ", ".join(map(repr, close))
-            raise CompvlError(f"{self.stem}.csv has no finding {unknown[0]!r}; closest: {names}")
+            pick(unknown[0], known, f"finding of {self.stem}.csv")
         chosen = table[table.id.isin(self.ids)]
         chosen = chosen.rename(columns={"claim": "test"})
         return chosen.reindex(columns=[*TEST_COLUMNS, *TEST_KINDS])

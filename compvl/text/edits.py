@@ -159,10 +159,6 @@ class Coordination:
         """The same scene with the other pair first: a hard positive."""
         return Coordination(self.attr2, self.obj2, self.attr1, self.obj1)
 
-    def exchange_attributes(self) -> Coordination:
-        """Each object with the attribute of the other: a hard negative."""
-        return Coordination(self.attr2, self.obj1, self.attr1, self.obj2)
-
 # %% ../../nbs/lib/text/02_edits.ipynb #791c3cab
 def _clause(words: str, attribute: str | None) -> tuple[str, str] | None:
     """Attribute and object of `<attr> <obj>`, or None. The default attribute is one word."""

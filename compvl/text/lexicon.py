@@ -31,7 +31,7 @@ from compvl.text.lexicon_entries import (
 )
 
 # %% auto #0
-__all__ = ['Words', 'words']
+__all__ = ['lower_words', 'Words', 'words']
 
 # %% ../../nbs/lib/text/01b_lexicon.ipynb #7275720e
 def _first_word_forms(word: str) -> Iterator[str]:
@@ -105,9 +105,9 @@ def _form_like(
     return form if form != new else ""
 
 # %% ../../nbs/lib/text/01b_lexicon.ipynb #53bbbce7
-def _plain(word: str) -> str:
-    """Lower-case, with single spaces."""
-    return " ".join(word.lower().split())
+def lower_words(text: str) -> str:
+    """A text in lower case with single spaces."""
+    return " ".join(text.lower().split())
 
 
 class Words:
@@ -171,7 +171,7 @@ class Words:
     def _find(self, word: str, kind: str) -> tuple[str, tuple[LexiconEntry, ...]]:
         """The form by which a word is known, and its entries."""
         pick(kind, WORD_KINDS, "kind")
-        word = _plain(word)
+        word = lower_words(word)
         found = self._table.get((kind, word), ())
         base = self._forms.get((kind, word), word)
         if not found:
@@ -213,7 +213,7 @@ class Words:
         that it has in all of them. Of a narrow word: its concept's name. Of a verb with a
         preposition (*sitting on*): with a synonym of either.
         """
-        word = _plain(word)
+        word = lower_words(word)
         base, found = self._find(word, kind)
         if not found:
             return self._composed(word, kind, self.synonyms)
@@ -269,7 +269,7 @@ class Words:
         compatible (*trunk*, *chest*) is left out. A noun compound goes by its head; a verb with a
         preposition (*sitting on*) gets another preposition or another verb. () if there are none.
         """
-        word = _plain(word)
+        word = lower_words(word)
         base, found = self._find_by_head(word, kind)
         if not found:
             return self._composed(word, kind, self.others)
@@ -370,7 +370,7 @@ class Words:
                 concepts.add(entry.concept)
             for concept in concepts:
                 hypernyms.update(self.words_of(concept))
-        compound = singular(_plain(word))
+        compound = singular(lower_words(word))
         if found and compound != base and " " in compound:
             hypernyms.add(base)
         return frozenset(hypernyms)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..core import CompvlError
+from ..core import CompvlError, pick
 
 # %% auto #0
 __all__ = ['WORD_KINDS', 'Concept', 'LexiconEntry', 'read_entries', 'hypernyms_of', 'microworld_entries']
@@ -90,10 +90,7 @@ def read_entries(spec: dict) -> Iterator[LexiconEntry]:
     Raises `CompvlError` that names a malformed entry.
     """
     for kind, families in spec.items():
-        if kind not in WORD_KINDS:
-            raise CompvlError(
-                f"The lexicon has a kind {kind!r}: choose among {', '.join(WORD_KINDS)}."
-            )
+        pick(kind, WORD_KINDS, "kind of the lexicon")
         is_object = isinstance(families, dict)
         if not is_object or not all(isinstance(family, dict) for family in families.values()):
             raise CompvlError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..core import CompvlError
+from ..core import pick
 
 # %% auto #0
 __all__ = ['Token', 'Object', 'Attribute', 'Relation', 'Parse']
@@ -74,17 +74,13 @@ class Parse:
 
     def _parts(self, kind: str) -> tuple:
         """The parts of a kind. Raises CompvlError for an unknown kind."""
-        if kind == "object":
-            return self.objects
-        if kind == "attribute":
-            return self.attributes
-        if kind == "relation":
-            return self.relations
-        if kind == "token":
-            return self.tokens
-        raise CompvlError(
-            f"Unknown kind {kind!r}: choose one of object, attribute, relation, token."
-        )
+        parts = {
+            "object": self.objects,
+            "attribute": self.attributes,
+            "relation": self.relations,
+            "token": self.tokens,
+        }
+        return parts[pick(kind, parts, "kind")]
 
     def spans(self, kind: str) -> list[tuple[int, int]]:
         """Character spans of a kind of part: 'object', 'attribute', 'relation' or 'token'."""

@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
 from operator import attrgetter
 
 import spacy
 from spacy.language import Language
 from spacy.tokens import Doc
 
-from ..core import CompvlError
+from ..core import CompvlError, batched, compute_ahead
 from .parsed import Attribute, Object, Parse, Relation, Token
 from .scene_reader import SceneReader
 from compvl.text.tags import (
@@ -265,18 +264,10 @@ def _parse_all(texts: list[str]) -> list[Parse]:
 
 def _parse_in_processes(texts: Iterable[str], batch_size: int, n_process: int) -> Iterator[Parse]:
     """The parses of captions in their order; at most two batches a process are under way."""
-    batches = iter(texts)
-    waiting = deque()
+    batches = batched(texts, batch_size)
     with ProcessPoolExecutor(n_process, mp_context=multiprocessing.get_context("spawn")) as pool:
-        while True:
-            while len(waiting) < 2 * n_process:
-                batch = list(islice(batches, batch_size))
-                if not batch:
-                    break
-                waiting.append(pool.submit(_parse_all, batch))
-            if not waiting:
-                return
-            yield from waiting.popleft().result()
+        for parses in compute_ahead(pool, _parse_all, batches, 2 * n_process):
+            yield from parses
 
 
 def parse_many(

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .inflection import lemma
-from .lexicon import Words
+from .lexicon import Words, lower_words
 from .lexicon_entries import Concept
 from .operators import Perturbed, Refused
 from .parsed import Attribute, Object, Parse, Relation
@@ -169,17 +169,12 @@ def _is_offered(old: str, new: str, pos: str) -> bool:
 @lru_cache(maxsize=1 << 16)
 def _synonyms(words: Words, text: str, kind: str) -> tuple[str, ...]:
     """The synonyms that may be put into a caption for a word or phrase."""
-    word = _normal(text)
+    word = lower_words(text)
     families = {concept.family for concept in words.concepts(word, kind)}
     if word in _KEPT or not families.isdisjoint(LOOSE_FAMILIES) or not is_plain(words, word, kind):
         return ()
     pos = {"object": "NOUN", "attribute": "ADJ"}.get(kind, "VERB")
     return tuple(new for new in words.synonyms(word, kind) if _is_offered(word, new, pos))
-
-
-def _normal(text: str) -> str:
-    """Text in lower case with single spaces."""
-    return " ".join(text.lower().split())
 
 # %% ../../nbs/lib/text/08c_synonyms.ipynb #662d0e95
 _IN = frozenset(("in", "inside", "within", "inside of"))
@@ -290,7 +285,7 @@ def _attribute_synonyms(phrases: Phrases, attribute: Attribute) -> list[str]:
 
 def _relation_synonyms(phrases: Phrases, relation: Relation) -> list[str]:
     """What may replace a relation."""
-    old = _normal(relation.text)
+    old = lower_words(relation.text)
     synonyms = _synonyms(phrases.words, relation.text, "relation")
     return [new for new in synonyms if _fits(phrases, relation, old, new)]
 

@@ -10,13 +10,12 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 
-from ..core import CompvlError
+from ..core import CompvlError, compute_ahead
 from .caption_files import CaptionRow
 from .perturbed_lines import Block, Maker
 
@@ -73,25 +72,12 @@ def _work(rows: list[CaptionRow]) -> Block:
     return _maker(rows)
 
 # %% ../../nbs/lib/text/11b_workers.ipynb #af99c7fb
-def _in_order(pool: ProcessPoolExecutor, chunks: Iterator, ahead: int) -> Iterator[Block]:
-    """The blocks of chunks; at most `ahead` of them are under way at a time."""
-    pending = deque()
-    fault = None
-    while True:
-        try:
-            rows = next(chunks, None)
-        except CompvlError as error:  # the chunks that are under way come first
-            fault = error
-            break
-        if rows is None:
-            break
-        pending.append(pool.submit(_work, rows))
-        if len(pending) > ahead:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
-    if fault:
-        raise fault
+def _until_error(chunks: Iterator, errors: list) -> Iterator:
+    """The chunks before an error, which is put into `errors`."""
+    try:
+        yield from chunks
+    except CompvlError as error:
+        errors.append(error)
 
 
 def blocks_of(
@@ -105,8 +91,9 @@ def blocks_of(
         return
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, _start, (options,))
+    errors = []
     try:
-        yield from _in_order(pool, chunks, ahead=3 * workers)
+        yield from compute_ahead(pool, _work, _until_error(chunks, errors), 3 * workers)
     except BrokenProcessPool:
         raise CompvlError(
             "a worker process ended early (killed, out of memory, or started from a script "
@@ -115,3 +102,5 @@ def blocks_of(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+    if errors:
+        raise errors[0]

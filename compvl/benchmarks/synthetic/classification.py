@@ -26,12 +26,7 @@ from ...microworld.vocabulary import lexicon
 _PROMPTS = ("{}", "the {}", "a picture of the {}", "a photo of the {}")
 
 
-def _main_words(family: str) -> list[str]:
-    """The main word of every value."""
-    return [lexicon().main_word(family, value) for value in range(len(lexicon().values[family]))]
-
-
-_COMMON_NOUNS = _main_words("object")[:12]
+_COMMON_NOUNS = lexicon().main_words("object")[:12]
 
 
 def _noun(scene: Scene) -> int:
@@ -83,7 +78,7 @@ def _cifar10(request: Request) -> Loaded:
     def label(scene: Scene) -> int | None:
         return _noun(scene) if _noun(scene) < 10 else None
 
-    classes = _main_words("object")[:10]
+    classes = lexicon().main_words("object")[:10]
     return _classified(request, classes, _PROMPTS, label, default=1000, even=False)
 
 # %% ../../../nbs/lib/benchmarks/synthetic/15_classification.ipynb #b62aef9f
@@ -102,8 +97,8 @@ def _common_pairs(n: int = 100) -> list[tuple[int, int]]:
 def _cifar100(request: Request) -> Loaded:
     """Single objects of the hundred commonest pairs of colour and noun that are not held out."""
     index = {pair: k for k, pair in enumerate(_common_pairs())}
-    colors = _main_words("color")
-    nouns = _main_words("object")
+    colors = lexicon().main_words("color")
+    nouns = lexicon().main_words("object")
     classes = [f"{colors[color]} {nouns[noun]}" for noun, color in index]
 
     def label(scene: Scene) -> int | None:
@@ -117,7 +112,7 @@ def _vtab_color(request: Request) -> Loaded:
     """The colour of a single object."""
     templates = [f"{{}} {noun}" for noun in _COMMON_NOUNS]
     return _classified(
-        request, _main_words("color"), templates, lambda scene: scene.objects[0].color
+        request, lexicon().main_words("color"), templates, lambda scene: scene.objects[0].color
     )
 
 
@@ -133,7 +128,7 @@ def _vtab_count(request: Request) -> Loaded:
 @counterpart("vtab-position", task="classification")
 def _vtab_position(request: Request) -> Loaded:
     """Where in the picture a single object stands: at one of the four edges, or in the middle."""
-    places = _main_words("place")
+    places = lexicon().main_words("place")
 
     def label(scene: Scene) -> int | None:
         fitting = places_of(scene, 0)
@@ -146,7 +141,7 @@ def _vtab_position(request: Request) -> Loaded:
 @counterpart("vtab-texture", task="classification")
 def _vtab_texture(request: Request) -> Loaded:
     """The pattern or state of a single object that has just one of them."""
-    patterns = _main_words("pattern")
+    patterns = lexicon().main_words("pattern")
 
     def label(scene: Scene) -> int | None:
         pattern = scene.objects[0].value("pattern")
@@ -156,7 +151,7 @@ def _vtab_texture(request: Request) -> Loaded:
         return pattern if state < 0 else len(patterns) + state
 
     templates = [f"{{}} {noun}" for noun in _COMMON_NOUNS]
-    return _classified(request, patterns + _main_words("state"), templates, label)
+    return _classified(request, patterns + lexicon().main_words("state"), templates, label)
 
 # %% ../../../nbs/lib/benchmarks/synthetic/15_classification.ipynb #c5213896
 def _anywhere(request: Request) -> Iterator[Scene]:
@@ -180,4 +175,4 @@ def _anywhere(request: Request) -> Iterator[Scene]:
 @counterpart("vtab-shape", task="classification")
 def _vtab_shape(request: Request) -> Loaded:
     """The shape of a single object anywhere in the picture, of any colour, size and pattern."""
-    return _classified(request, _main_words("object"), _PROMPTS, _noun, _anywhere(request))
+    return _classified(request, lexicon().main_words("object"), _PROMPTS, _noun, _anywhere(request))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ..registry import Request
 from .counting import Crowd, crowd_stream, plural_shape
 from .filling import endless, scene_block
-from .phrases import ACTIONS
+from .phrases import ACTIONS, predicate
 from .winoground import is_square
 from compvl.microworld.captions import (
     NP,
@@ -93,7 +93,7 @@ def _told(phrases: tuple[NP, ...], relation: int = -1) -> Caption:
     """The phrases, joined by *and* or by a relation."""
     if relation < 0:
         return Caption(phrases)
-    return Caption(phrases, relation, f"is {lexicon().main_word('relation', relation)}")
+    return Caption(phrases, relation, predicate(relation))
 
 
 def _another(family: str, value: int, rng: random.Random) -> int:

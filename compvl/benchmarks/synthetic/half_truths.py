@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..items import Pair
 from ..registry import Loaded, Request, counterpart
 from .filling import fill, scene_stream
-from .phrases import absent_noun, with_false_foil
+from .phrases import absent_phrase, with_false_foil
 from compvl.microworld.captions import (
     NP,
     Adj,
@@ -28,12 +28,6 @@ from ...microworld.vocabulary import ATTRIBUTES, CONVERSES, RELATIONS, lexicon
 
 # %% ../../../nbs/lib/benchmarks/synthetic/18_half_truths.ipynb #5abad11e
 Foil = Callable[[Scene, Caption, random.Random], Caption | None]
-
-
-def _absent_phrase(scene: Scene, rng: random.Random) -> NP:
-    """An object that the scene does not have."""
-    noun = absent_noun(scene, rng)
-    return NP(-1, (), noun, lexicon().main_word("object", noun))
 
 
 def _wrong_attribute(scene: Scene, i: int, rng: random.Random) -> NP | None:
@@ -63,7 +57,7 @@ def _entity(request: Request) -> Loaded:
         i, j = rng.sample(range(len(scene.objects)), 2)
         anchor = _anchor(scene, i, rng)
         is_absent = kind == "object"
-        added = _absent_phrase(scene, rng) if is_absent else _wrong_attribute(scene, j, rng)
+        added = absent_phrase(scene, rng) if is_absent else _wrong_attribute(scene, j, rng)
         if added is None:
             return None
         return with_false_foil(scene, Caption((anchor,)), Caption((anchor, added)))
@@ -95,11 +89,11 @@ def _with_swap(scene: Scene, told: Caption, rng: random.Random) -> Caption:
 
 
 def _with_other_object(scene: Scene, told: Caption, rng: random.Random) -> Caption:
-    return replace(told, nps=(told.nps[0], _absent_phrase(scene, rng)))
+    return replace(told, nps=(told.nps[0], absent_phrase(scene, rng)))
 
 
 def _with_other_subject(scene: Scene, told: Caption, rng: random.Random) -> Caption:
-    return replace(told, nps=(_absent_phrase(scene, rng), told.nps[1]))
+    return replace(told, nps=(absent_phrase(scene, rng), told.nps[1]))
 
 
 def _with_other_attribute(scene: Scene, told: Caption, rng: random.Random) -> Caption | None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..items import CaptionChoice, RetrievalItem
 from ..registry import Loaded, Request, counterpart
 from .filling import captioned_stream, fill, scene_stream
-from .phrases import absent_noun
+from .phrases import absent_phrase
 from ...microworld.captions import NP, Adj, Caption, plain_phrase
 from ...microworld.oracle import truth
 from ...microworld.scenes import Scene
@@ -63,12 +63,6 @@ def _questions(request: Request, choose: Choose) -> Loaded:
     return fill(request, CaptionChoice, TEMPLATES, make, scene_stream(request))
 
 # %% ../../../nbs/lib/benchmarks/synthetic/19_negbench.ipynb #0a1da024
-def _absent(scene: Scene, rng: random.Random) -> NP:
-    """An object that the scene does not have."""
-    noun = absent_noun(scene, rng)
-    return NP(-1, (), noun, lexicon().main_word("object", noun))
-
-
 def _two_objects(scene: Scene, rng: random.Random, families: tuple[str, ...] = ()) -> list[NP]:
     """Two objects of the scene, with attributes of these families."""
     chosen = rng.sample(range(len(scene.objects)), 2)
@@ -80,7 +74,7 @@ def _coco(request: Request) -> Loaded:
     """*there is a red ball and no star*: objects with colours, and an absent one."""
 
     def choose(scene: Scene, rng: random.Random) -> tuple:
-        return (*_two_objects(scene, rng, ("color",)), _absent(scene, rng))
+        return (*_two_objects(scene, rng, ("color",)), absent_phrase(scene, rng))
 
     return _questions(request, choose)
 
@@ -90,7 +84,7 @@ def _voc2007(request: Request) -> Loaded:
     """*there is a ball and no star*: objects by their nouns, and an absent one."""
 
     def choose(scene: Scene, rng: random.Random) -> tuple:
-        return (*_two_objects(scene, rng), _absent(scene, rng))
+        return (*_two_objects(scene, rng), absent_phrase(scene, rng))
 
     return _questions(request, choose)
 
@@ -134,7 +128,7 @@ def _negated_retrieval(request: Request) -> Loaded:
     """Scenes with two captions each, which end in *and no star*."""
 
     def negated(scene: Scene, caption: Caption, rng: random.Random) -> str:
-        absent = _denied(_absent(scene, rng))
+        absent = _denied(absent_phrase(scene, rng))
         return replace(caption, nps=(*caption.nps, absent)).text
 
     return _retrieval(request, negated)

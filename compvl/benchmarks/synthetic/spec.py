@@ -9,7 +9,6 @@ __all__ = ['SceneSet']
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from ..items import CaptionChoice, ImageSelection
@@ -21,12 +20,13 @@ from compvl.benchmarks.synthetic.edited_scenes import (
     remove_object,
 )
 from .filling import counterpart_family, fill, scene_stream
+from .phrases import predicate
 from ...microworld.captions import Caption, places_of, plain_phrase
-from ...microworld.changed_scenes import with_exchange
+from ...microworld.changed_scenes import with_exchange, with_object
 from ...microworld.oracle import truth
 from ...microworld.sampling import RADII
 from ...microworld.scenes import Scene, split_of
-from ...microworld.vocabulary import RELATIONS, lexicon
+from ...microworld.vocabulary import RELATIONS
 
 # %% ../../../nbs/lib/benchmarks/synthetic/23_spec.ipynb #e6578092
 _TOGETHER = 64  # sets whose splits are looked up at once
@@ -47,13 +47,6 @@ class SceneSet(NamedTuple):
         return True
 
 
-def _put(scene: Scene, i: int, **fields) -> Scene:
-    """The scene with other fields of object `i`."""
-    objects = list(scene.objects)
-    objects[i] = objects[i]._replace(**fields)
-    return replace(scene, objects=tuple(objects))
-
-
 def _kept(request: Request, sets: Iterator[SceneSet]) -> Iterator[SceneSet]:
     """The sets that hold, all of whose scenes belong to the request's split."""
     while True:
@@ -72,7 +65,7 @@ def _all_sizes(request: Request) -> Iterator[SceneSet]:
     for scene in scene_stream(request, single=True):
         item = scene.objects[0]
         x, y = (min(max(at, largest), 1 - largest) for at in (item.x, item.y))
-        made = [_put(scene, 0, size=k, r=RADII[k], x=x, y=y) for k in (1, 2)]
+        made = [with_object(scene, 0, size=k, r=RADII[k], x=x, y=y) for k in (1, 2)]
         captions = [Caption((plain_phrase(s, 0, ("size",), "a"),)).text for s in made]
         yield SceneSet(tuple(made), tuple(captions))
 
@@ -83,7 +76,7 @@ _PLACES = ((0.5, 0.2), (0.5, 0.8), (0.2, 0.5), (0.8, 0.5), (0.5, 0.5))
 def _all_places(request: Request) -> Iterator[SceneSet]:
     """*a ball on the left*, *on the right*, *at the top*, *at the bottom*, *in the middle*."""
     for scene in scene_stream(request, single=True):
-        made = [_put(scene, 0, x=x, y=y) for x, y in _PLACES]
+        made = [with_object(scene, 0, x=x, y=y) for x, y in _PLACES]
         phrases = (plain_phrase(scene, 0, (), "a"),)
         captions = [Caption(phrases, place=places_of(s, 0)[0]).text for s in made]
         yield SceneSet(tuple(made), tuple(captions))
@@ -129,8 +122,8 @@ _DIRECTIONS = {
 
 def _facing(scene: Scene, dx: float, dy: float) -> Scene:
     """The scene with its first object moved from the middle, and its second the other way."""
-    moved = _put(scene, 0, x=round(0.5 + dx, 3), y=round(0.5 + dy, 3))
-    return _put(moved, 1, x=round(0.5 - dx, 3), y=round(0.5 - dy, 3))
+    moved = with_object(scene, 0, x=round(0.5 + dx, 3), y=round(0.5 + dy, 3))
+    return with_object(moved, 1, x=round(0.5 - dx, 3), y=round(0.5 - dy, 3))
 
 
 def _all_directions(request: Request) -> Iterator[SceneSet]:
@@ -145,9 +138,8 @@ def _all_directions(request: Request) -> Iterator[SceneSet]:
         captions = []
         for name, (dx, dy) in _DIRECTIONS.items():
             relation = RELATIONS[name]
-            link = f"is {lexicon().main_word('relation', relation)}"
             made.append(_facing(scene, dx, dy))
-            captions.append(Caption(phrases, relation, link).text)
+            captions.append(Caption(phrases, relation, predicate(relation)).text)
         yield SceneSet(tuple(made), tuple(captions))
 
 
