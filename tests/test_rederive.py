@@ -3,19 +3,16 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
 import pandas as pd
 import pytest
+from quotes import QUOTES, quote_problem, quote_problems
+from rederive import LIST, from_kept, notebook, outputs, table_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-from quotes import QUOTES, quote_problem, quote_problems  # noqa: E402
-from rederive import LIST, from_kept, notebook, outputs, table_rows  # noqa: E402
-
 NOTEBOOK = "07_text_similarity"
 
 
