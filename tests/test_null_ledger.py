@@ -28,7 +28,6 @@ from compvl.paper.blindness_findings import near_blind_findings
 from compvl.paper.causal_model import CONFIGS, SCM
 from compvl.paper.causal_supports import SUPPORTS
 from compvl.paper.causal_towers import CausalTowers, train_towers
-from compvl.paper.columns import ACCURACY, PAIRS_MEAN
 from compvl.paper.dependent_latents import DependentSCM
 from compvl.paper.estimates import figure
 from compvl.paper.evidence import Store
@@ -46,7 +45,7 @@ from compvl.paper.profiles import PROFILES
 from compvl.paper.pseudo_optimal import measure
 from compvl.paper.ratios import ratio_effect
 from compvl.paper.results import Results
-from compvl.paper.returns import diminishing
+from compvl.paper.returns import BY_APPLICATIONS, RETURNS_ON, diminishing
 from compvl.paper.rows import ROWS
 from compvl.paper.similarities import caption_phrases, phrase_changes, phrase_similarities
 from compvl.paper.statements import Contrast, contrasts_table
@@ -171,10 +170,6 @@ class Count:
 # Scores ---------------------------------------------------------------------------------------
 
 
-PATH = ["clip-coco", "tcl-1", "tcl-2", "tcl-3"]  # the rows of diminishing returns
-RETURNS = [*[column for column in ACCURACY if column.metric == "orig_acc"], PAIRS_MEAN]
-
-
 class RandomScorer:
     """Scores that depend on nothing."""
 
@@ -231,7 +226,7 @@ def row_keys(name: str) -> list[str]:
     """The rows that the statements on some results need."""
     keys = dict.fromkeys(row.key for row in contrasted_rows(contrasts_of(name)))
     if name == "09_iterated_operators":
-        keys |= dict.fromkeys(PATH)
+        keys |= dict.fromkeys(BY_APPLICATIONS)
     return list(keys)
 
 
@@ -295,7 +290,7 @@ def scored_tables(benchmarks, *scorers_of) -> dict[str, pd.DataFrame]:
         tables[f"{name}_contrasts"] = contrasts_table(contrasts_of(name), res)
         assert tables[f"{name}_contrasts"].difference.notna().all()
         if name == "09_iterated_operators":
-            tables[f"{name}_findings"] = diminishing(res, PATH, RETURNS)
+            tables[f"{name}_returns"] = diminishing(res, BY_APPLICATIONS, RETURNS_ON)
     return tables
 
 
