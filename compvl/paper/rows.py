@@ -274,7 +274,7 @@ _OF_COSINE = replace(
 
 
 def _ablated(composition: str, title: str, color: str, marker: str) -> Row:
-    """CLIP-CAE by attention with another A_comp, one of `COMPOSITION_TOKENS`."""
+    """Attention-based CLIP-CAE with another A_comp, one of `COMPOSITION_TOKENS`."""
     return Row(
         f"cae-attention-{composition}",
         f"CLIP-CAE ({title})",
