@@ -51,7 +51,6 @@ from compvl.paper.synonyms import synonym_by_synonym, synonym_gains, synonym_tab
 from compvl.paper.table_rows import HP_RATIOS, HP_TABLE1
 
 FOLDER = data_dir() / "results/micro-full"
-PARTS = ["table1", "table3", "convergence", "returns", *CONTRASTED]
 WATCHED = rows("clip-coco", "hn", "hp+hn", "swap-only", "replace-only")
 PAIRS = [
     ("clip", "clip-coco"),
@@ -184,20 +183,23 @@ def write_returns(profile, out: Path):
     write(returns.assign(seeds=fewest), "09_iterated_operators_returns.csv")
 
 
+WRITERS = {
+    "table1": write_table1,
+    "table3": write_table3,
+    "convergence": write_convergence,
+    "returns": write_returns,
+}
+PARTS = [*WRITERS, *CONTRASTED]
+
+
 def main(only: list[str] | None):
     """Evaluate the rows that are there, and write the tables."""
     os.environ["COMPVL_PIECES"] = str(FOLDER / "pieces")
     profile = get_profile("micro-full")
     with tempfile.TemporaryDirectory() as out:
         for name in only or PARTS:
-            if name == "table1":
-                write_table1(profile, Path(out))
-            elif name == "table3":
-                write_table3(profile, Path(out))
-            elif name == "convergence":
-                write_convergence(profile, Path(out))
-            elif name == "returns":
-                write_returns(profile, Path(out))
+            if name in WRITERS:
+                WRITERS[name](profile, Path(out))
             else:
                 write_contrasts(name, profile, Path(out))
 

@@ -14,7 +14,7 @@ from .columns import Column
 from .estimates import interval_table
 from .results import Results
 from .rows import ROWS
-from .statements import Contrast, Terms, loss_of, mean_of, minus
+from .statements import Contrast, from_the_caption, loss_of, minus
 from .table_rows import HP_TABLE1, OTHER_GROUPS
 from ..stats import resampled_difference, seed_bootstrap
 
@@ -140,16 +140,10 @@ def losses_side_by_side(losses: pd.DataFrame, measured: str) -> pd.DataFrame:
 
 # %% ../../nbs/lib/paper/11b_comparisons.ipynb #8eb66e85
 _PERTURBED = {
-    "hard negative of REPLACE": ("replace", "macro", "mean_n"),
-    "hard positive of REPLACE": ("replace", "macro", "mean_p"),
-    "hard negative of SWAP": ("swap", "all", "mean_n"),
+    "hard negative of REPLACE": ("replace", "mean_n"),
+    "hard positive of REPLACE": ("replace", "mean_p"),
+    "hard negative of SWAP": ("swap", "mean_n"),
 }
-
-
-def _above_caption(keys: Sequence[str], benchmark: str, group: str, metric: str) -> Terms:
-    """Terms of the mean score of a text minus that of the caption, over rows."""
-    caption = (benchmark, group, "mean_c")
-    return minus(mean_of(keys, [(benchmark, group, metric)]), mean_of(keys, [caption]))
 
 
 def perturbed_scores(
@@ -169,8 +163,8 @@ def perturbed_scores(
     for name, keys in groups.items():
         if than in keys or not {than, *keys} <= set(res.scores):
             continue
-        for text, figure in _PERTURBED.items():
-            terms = minus(_above_caption(keys, *figure), _above_caption([than], *figure))
+        for text, score in _PERTURBED.items():
+            terms = minus(from_the_caption(keys, *score), from_the_caption([than], *score))
             found = res.contrast(terms)
             value, lo, hi = (100 * found[part] for part in ("diff", "lo", "hi"))
             lines.append(dict(model=name, metric=text, value=value, lo=lo, hi=hi))

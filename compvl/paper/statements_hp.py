@@ -13,8 +13,8 @@ from .columns import ACCURACY, MEAN_SCORES, ORIGINAL_SCORE, SPLIT, ZERO_SHOT, Co
 from compvl.paper.statements import (
     Contrast,
     Statement,
-    Terms,
     differs,
+    from_the_caption,
     loss_of,
     mean_of,
     minus,
@@ -845,9 +845,8 @@ _NOT_HARD = ("svlc+pos", "dac-llm", "dac-sam")  # trained with positives that ar
 _NEGATIVES_ONLY = ("negclip", "crepe-swap", "crepe-replace", "svlc")
 
 
-_CAPTION, _HARD_NEGATIVE, _HARD_POSITIVE = MEAN_SCORES
+_, _HARD_NEGATIVE, _HARD_POSITIVE = MEAN_SCORES
 _SYMBOLS = {_HARD_NEGATIVE: "s(c_n)", _HARD_POSITIVE: "s(c_p)"}
-_GROUPS = {"replace": "macro", "swap": "all"}  # benchmark -> the group over all of it
 
 # The texts whose score can fall relative to the caption's. A hard positive of SWAP is none of them:
 # the order of its phrases and that of the caption's are drawn at random, so that the two scores are
@@ -855,16 +854,11 @@ _GROUPS = {"replace": "macro", "swap": "all"}  # benchmark -> the group over all
 _PERTURBED = {"replace": (_HARD_NEGATIVE, _HARD_POSITIVE), "swap": (_HARD_NEGATIVE,)}
 
 
-def _from_the_caption(keys: tuple[str, ...], on: str, text: Column) -> Terms:
-    """Terms of the mean score of a text minus that of the caption, mean over rows."""
-    score = (on, _GROUPS[on], text.metric)
-    caption = (on, _GROUPS[on], _CAPTION.metric)
-    return minus(mean_of(keys, [score]), mean_of(keys, [caption]))
-
-
 def _lower(keys: tuple[str, ...], name: str, than: str, on: str, text: Column) -> Contrast:
     """A text's score minus that of the caption: mean over rows minus another row, in hundredths."""
-    terms = minus(_from_the_caption(keys, on, text), _from_the_caption((than,), on, text))
+    terms = minus(
+        from_the_caption(keys, on, text.metric), from_the_caption((than,), on, text.metric)
+    )
     test = f"{name} − {_LABELS[than]}, {_SYMBOLS[text]} − s(c), {on.upper()}"
     return Contrast(_TABLE1, test, terms, sign=-1, scale=100.0)
 
@@ -880,8 +874,8 @@ def _perturbed(than: str) -> tuple[Contrast, ...]:
 def _negative_nearer(on: str) -> Contrast:
     """Score of the hard negative minus that of the caption: HP + 0 HN minus CLIP, in hundredths."""
     terms = minus(
-        _from_the_caption(("hp+0hn",), on, _HARD_NEGATIVE),
-        _from_the_caption(("clip",), on, _HARD_NEGATIVE),
+        from_the_caption(("hp+0hn",), on, _HARD_NEGATIVE.metric),
+        from_the_caption(("clip",), on, _HARD_NEGATIVE.metric),
     )
     test = f"s(c_n) − s(c), {_LABELS['hp+0hn']} − CLIP, {on.upper()}"
     return Contrast(_TABLE3, test, terms, sign=1, scale=100.0)
@@ -897,7 +891,8 @@ def _each_lower(keys: tuple[str, ...], than: str, on: str) -> tuple[Contrast, ..
 def _further_below(key: str, than: str, text: Column = _HARD_POSITIVE, **options) -> Contrast:
     """A text's score minus that of the caption, on REPLACE: of one row minus another."""
     terms = minus(
-        _from_the_caption((key,), "replace", text), _from_the_caption((than,), "replace", text)
+        from_the_caption((key,), "replace", text.metric),
+        from_the_caption((than,), "replace", text.metric),
     )
     test = f"{_SYMBOLS[text]} − s(c), {_LABELS[key]} − {_LABELS[than]}, REPLACE"
     options = {"paper": "hard_positives_table2", "scale": 100.0} | options
