@@ -157,7 +157,7 @@ def make_piece(name, row, seed, by_split):
     from compvl.paper.evaluation import results
     from compvl.paper.profiles import get_profile
 
-    one_seed = dict.fromkeys(("seeds", "main_seeds", "control_seeds", "base_seeds"), (seed,))
+    one_seed = dict(seeds=(seed,), more_seeds={}, base_seeds=(seed,))
     profile = replace(get_profile(name), **one_seed, n_boot=2)
     rows = rows_of(row)
     folder = Path(os.environ["COMPVL_PIECES"])

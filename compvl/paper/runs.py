@@ -107,27 +107,18 @@ def _is_trained_here(row: Row, profile: Profile) -> bool:
     return row.source == "trained" and not _is_released(row, profile)
 
 
-_CONTROL = "clip-coco"  # captions alone: what every other row is compared with
-_MAIN = ("hn", "hp+hn", "swap-only", "replace-only")  # HP's own
-_MAIN += ("cae-attention", "cae-gradcam", "cae-perturbation", "cae-gradient")
-
-
 def seeds_of(row: Row, profile: Profile) -> tuple[int, ...]:
     """The seeds of a row: of its training runs, or of the pretraining of a shipped model.
 
     What is not trained has seed 0 alone; a row that the microworld has no model for, none there. A
-    profile may have more seeds for the papers' own methods and for captions alone."""
+    profile may have more seeds for some rows (`more_seeds`)."""
     if not (profile.root or row.has_counterpart):
         return ()
     if row.is_shipped:
         return (0,) if profile.root else profile.base_seeds
     if not _is_trained_here(row, profile):
         return (0,)
-    if row.key == _CONTROL and profile.control_seeds:
-        return profile.control_seeds
-    if row.key in (_CONTROL, *_MAIN) and profile.main_seeds:
-        return profile.main_seeds
-    return profile.seeds
+    return profile.more_seeds.get(row.key, profile.seeds)
 
 
 AnyConfig = TrainConfig | MatcherConfig | CaptionerConfig  # of the run behind a row

@@ -97,8 +97,8 @@ def search_weights(
     attributions = list(attributions)
     if not isinstance(weights, Mapping):
         weights = dict.fromkeys(attributions, weights)
-    fewer = dict.fromkeys(("seeds", "main_seeds", "control_seeds"), tuple(seeds))
-    profile = replace(profile, n_items=min(profile.n_items, _MOST_ITEMS), **fewer)
+    fewer = dict(n_items=min(profile.n_items, _MOST_ITEMS), seeds=tuple(seeds), more_seeds={})
+    profile = replace(profile, **fewer)
     weighted = candidates({attribution: weights[attribution] for attribution in attributions})
     tried = [*rows("clip", "clip-coco"), *weighted]
     options = dict(split="val", joined={"mean": COMPOSITION[:9]}, progress=progress)
