@@ -4,19 +4,16 @@ Its agreement with the names of SugarCrepe's splits, the committed tables agains
 files, and texts that nobody wrote for it.
 """
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pandas as pd
 import pytest
+from operator_shares import agreement, negatives
 from pandas.testing import assert_frame_equal
 from released import REAL
 
 from compvl.core import data_dir
 from compvl.text.classifier import classify, operator_shares
-
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts/operator_shares.py"
 
 
 def needs(*folders):
@@ -27,23 +24,14 @@ def needs(*folders):
     return pytest.mark.skipif(bool(absent), reason=reason)
 
 
-@pytest.fixture(scope="module")
-def script():
-    """scripts/operator_shares.py as a module."""
-    spec = importlib.util.spec_from_file_location("operator_shares", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def committed(name):
     """A committed result."""
     return pd.read_csv(data_dir() / f"results/{name}.csv").drop(columns="commit")
 
 
 @needs("sugarcrepe")
-def test_agreement_with_the_names_of_sugarcrepes_splits(script):
-    table = script.agreement(REAL)
+def test_agreement_with_the_names_of_sugarcrepes_splits():
+    table = agreement(REAL)
     splits = table[table.split != "macro"].set_index(["half", "split"]).agreement
     assert len(splits["odd"]) == len(splits["even"]) == 7
     assert splits["odd"].min() >= 0.9
@@ -56,9 +44,9 @@ def test_agreement_with_the_names_of_sugarcrepes_splits(script):
 
 
 @needs("sugarcrepe", "valse", "vl_checklist", "aro")
-def test_committed_shares_are_those_of_the_released_files(script):
+def test_committed_shares_are_those_of_the_released_files():
     # spatial relations, 30,650 of 85,533 negatives, are left to a run of the script
-    rows = (row for row in script.negatives(REAL) if not row[1].startswith("relation/spatial"))
+    rows = (row for row in negatives(REAL) if not row[1].startswith("relation/spatial"))
     found = operator_shares(rows)
     whole = committed("operator_shares")
     keys = ["benchmark", "group", "operator"]

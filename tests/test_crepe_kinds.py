@@ -1,10 +1,8 @@
 """What `compvl.text.classify` makes of CREPE's hard negatives, and the committed table of it."""
 
-import importlib.util
-from pathlib import Path
-
 import pandas as pd
 import pytest
+from crepe_kinds import crepe_table, negatives
 from pandas.testing import assert_frame_equal
 from released import REAL
 
@@ -12,22 +10,12 @@ from compvl.core import data_dir
 from compvl.text import EDIT_KINDS, classify
 
 FILES = REAL / "crepe/prod_hard_negatives"
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts/crepe_kinds.py"
 OPERATORS = {"atom": "replace", "swap": "swap", "negate": "negate"}
 CHECKED = {
     "atom": [4],
     "swap": [4, 5, 6, 7],
     "negate": [4],
 }  # numbers of atoms; the rest takes long
-
-
-@pytest.fixture(scope="module")
-def script():
-    """scripts/crepe_kinds.py as a module."""
-    spec = importlib.util.spec_from_file_location("crepe_kinds", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +28,8 @@ def committed():
     not FILES.is_dir(), reason=f"{FILES} (CREPE's files, not part of the project) is absent"
 )
 @pytest.mark.parametrize("kind", CHECKED)
-def test_the_committed_table_is_that_of_the_files(script, committed, kind):
-    found = script.crepe_table(REAL, [kind], CHECKED[kind])
+def test_the_committed_table_is_that_of_the_files(committed, kind):
+    found = crepe_table(REAL, [kind], CHECKED[kind])
     kept = committed[(committed.kind == kind) & committed.complexity.isin(CHECKED[kind])]
     assert_frame_equal(found, kept.reset_index(drop=True))
 
@@ -92,7 +80,7 @@ def test_a_denial_that_both_have_or_none_has_is_no_negation(caption, negative, o
     assert classify(caption, negative).main == operator
 
 
-def test_negatives_written_as_a_set_are_read(script, tmp_path):
+def test_negatives_written_as_a_set_are_read(tmp_path):
     folder = tmp_path / "crepe/prod_hard_negatives/negate"
     folder.mkdir(parents=True)
     rows = [
@@ -101,6 +89,6 @@ def test_negatives_written_as_a_set_are_read(script, tmp_path):
     ]
     table = pd.DataFrame(dict(caption=["a dog on a bed", "a dog on a bed"], hard_negs=rows))
     table.to_csv(folder / "prod_vg_hard_negs_negate_complexity_4.csv", index=False)
-    pairs = list(script.negatives(tmp_path, "negate", 4))
+    pairs = list(negatives(tmp_path, "negate", 4))
     assert len(pairs) == 4
     assert {negative for _, negative in pairs[2:]} == {"no dog", "a dog on no bed"}
