@@ -27,7 +27,7 @@ from compvl.paper.ledger import (
     measured_text,
     published_text,
 )
-from .profiles import get_profile
+from .profiles import Profile, get_profile
 from .results import Results
 from .rows import ROWS, Row
 from .statements import contrasts_table
@@ -162,6 +162,7 @@ class Notebook:
         rows: RowsLike,  # id of a table, or several; keys of rows; or rows
         benchmarks: Iterable[str],
         name: str | None = None,  # of the results, after that of the notebook
+        profile: Profile | None = None,  # if not the notebook's
         **options,  # of `compvl.paper.evaluation.results`
     ) -> Results:
         """Figures of rows on benchmarks, trained and evaluated where they are not there yet.
@@ -169,7 +170,8 @@ class Notebook:
         Prints what is missing, and why. The last results are in `res`.
         """
         found = rows_of(rows)
-        res = results(found, benchmarks, self.profile, self.out, self._file(name), **options)
+        profile = profile or self.profile
+        res = results(found, benchmarks, profile, self.out, self._file(name), **options)
         for key, why in res.gaps.items():
             print(f"{key}: {why}")
         self.res = res
