@@ -96,13 +96,18 @@ def _own_columns(rows: Tensor) -> Tensor:
     return torch.arange(len(rows), device=rows.device) + _rank() * len(rows)
 
 
+def _own_pairs(rows: Tensor) -> Tensor:
+    "True at each row's own column in the gathered batch: bool [B, global B]."
+    columns = torch.arange(len(rows) * _world(), device=rows.device)
+    return columns == _own_columns(rows)[:, None]
+
+
 def _same_group(groups: Tensor | None) -> Tensor | None:
     "Columns of the row's group, except its own column: bool [B, global B]; None without groups."
     if groups is None:
         return None
     same = groups[:, None] == gather_features(groups)[None]
-    same[torch.arange(len(groups), device=same.device), _own_columns(groups)] = False
-    return same
+    return same & ~_own_pairs(groups)
 
 
 def _not_contrasted(groups: Tensor | None, mask: Tensor | None) -> Tensor | None:
@@ -296,8 +301,7 @@ def bag_loss(
         images = precise(images)
         bags, mask = _masked(bags, mask)
         B, K, _ = bags.shape
-        own = torch.zeros(B, B * _world(), dtype=torch.bool, device=images.device)
-        own[:, _rank() * B : (_rank() + 1) * B].fill_diagonal_(True)
+        own = _own_pairs(images)
         excluded = own if groups is None else own | _same_group(groups)
         present = gather_features(mask)
         to_bags = scale * torch.einsum("bd,nkd->bnk", images, gather_features(bags))
@@ -351,8 +355,7 @@ def sigmoid_loss(
     with torch.autocast(images.device.type, enabled=False):
         images, captions = map(precise, (images, captions))
         logits = scale * images @ gather_features(captions).T + bias
-        signs = -torch.ones_like(logits)
-        signs[torch.arange(len(images), device=images.device), _own_columns(images)] = 1
+        signs = (-torch.ones_like(logits)).masked_fill(_own_pairs(images), 1)
         losses = -F.logsigmoid(signs * logits)
         if groups is not None:
             losses = losses.masked_fill(_same_group(groups), 0)
@@ -395,10 +398,9 @@ def softmax_bias(
     _check_rows(images, captions=captions, groups=groups)
     with torch.autocast(images.device.type, enabled=False):
         logits = scale * precise(images) @ gather_features(precise(captions)).T
-        excluded = torch.zeros_like(logits, dtype=torch.bool)
+        excluded = _own_pairs(images)
         if groups is not None:
-            excluded = _same_group(groups)
-        excluded[torch.arange(len(images), device=images.device), _own_columns(images)] = True
+            excluded = excluded | _same_group(groups)
         contrasted = gather_features(~excluded.all(1))
         sums = gather_features(_log_sum(logits, excluded))[contrasted]
         return -sums.sum() / max(1, len(sums))

@@ -68,7 +68,7 @@ def _groups(x) -> list[np.ndarray]:
     """One array, or a list of arrays by group, as a list of float vectors."""
     is_grouped = isinstance(x, (list, tuple)) and len(x) and np.ndim(x[0]) > 0
     groups = [np.asarray(group, dtype=np.float64).ravel() for group in (x if is_grouped else [x])]
-    if not groups or not all(group.size for group in groups):
+    if not all(group.size for group in groups):
         raise CompvlError("there are no items to resample: give at least one item in each group")
     _check_values(groups)
     return groups

@@ -77,7 +77,8 @@ class Numbers(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.rows, self.open = [], False
+        self.rows = []
+        self.open = False
         self.feed(re.sub(r"<style\b.*?</style>", "", text, flags=re.S))
 
     def handle_starttag(self, tag, attrs):
@@ -121,11 +122,9 @@ class Stored:
             raise NotStored(path.name)
         self._summary = read_csv(path)
         told = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        self.profile, self.rows, self.gaps = (
-            profile,
-            list(rows),
-            {**told.get("missing", {}), **told["problems"]},
-        )
+        self.profile = profile
+        self.rows = list(rows)
+        self.gaps = {**told.get("missing", {}), **told["problems"]}
 
     def summary(self):
         return self._summary
@@ -260,7 +259,8 @@ def patched_notebook(swaps: dict, folder: Path):
 
 def table_difference(ours: str, theirs: str) -> str:
     """'' where two HTML texts have the same tables, else where they differ."""
-    made, committed = table_rows(ours), table_rows(theirs)
+    made = table_rows(ours)
+    committed = table_rows(theirs)
     if len(made) != len(committed):
         return f"a table of {len(committed)} rows, and the results give {len(made)}"
     title = next((cell for row in committed for cell in row if cell), "")

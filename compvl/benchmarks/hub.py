@@ -226,4 +226,6 @@ def hub_rows(request: Request, hub: HubTable) -> tuple[Path, list[dict]]:
     if _has_parquet(root, hub) or request.source == "parquet":
         places["parquet"] = hub.folder
     source, path = request.pick_source(places)
-    return path, (file_rows if source == "files" else table_rows)(path, hub)
+    if source == "files":
+        return path, file_rows(path, hub)
+    return path, table_rows(path, hub)

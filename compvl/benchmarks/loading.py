@@ -272,14 +272,24 @@ def load_benchmark(
         loaded = _from_microworld(entry, request)
     else:
         loaded = _from_files(entry, request, split)
-    items, where, *about = loaded
-    convention = "" if folder is None else entry.convention
-    published = (fidelity, entry.published_n, *about, convention)
-    if folder is None or not _is_other_count(entry, request, len(items)):
-        return Benchmark(name, entry.task, items, where, *published)
-    _warn_of_count(entry, request, len(items))
-    where = f"{where} ({name}: {len(items):,} of published {entry.published_n:,} items)"
-    return Benchmark(name, entry.task, items, where, *published, read_n=len(items))
+    benchmark = Benchmark(
+        name=name,
+        task=entry.task,
+        items=loaded.items,
+        source=loaded.source,
+        fidelity=fidelity,
+        published_n=entry.published_n,
+        classes=loaded.classes,
+        templates=loaded.templates,
+        not_in_macro=loaded.not_in_macro,
+        convention="" if folder is None else entry.convention,
+    )
+    n_items = len(loaded.items)
+    if folder is None or not _is_other_count(entry, request, n_items):
+        return benchmark
+    _warn_of_count(entry, request, n_items)
+    source = f"{loaded.source} ({name}: {n_items:,} of published {entry.published_n:,} items)"
+    return dataclasses.replace(benchmark, source=source, read_n=n_items)
 
 
 def _has_source(name: str | Path, source: str | None) -> bool:

@@ -147,7 +147,10 @@ def fetch(
         present = []
         for file in found.files:
             state = file_state(found, file, root, verify=True, progress=progress).state
-            (present if state == "present" else wanted).append(file)
+            if state == "present":
+                present.append(file)
+            else:
+                wanted.append(file)
         errors = _get_all(found, wanted, root, options)
         for file in present:  # left by a process that ended between unpacking and removing
             if file.url and file.unpack:

@@ -200,7 +200,7 @@ class ImageLoader:
     def stack(self, images: list[Tensor]) -> Tensor:
         """Loaded images as the model's input, float32 [B, 3, H, W] on its device."""
         batch = _batch(self.model, images)
-        if batch.dtype == torch.uint8:
+        if self.folder is not None and batch.dtype == torch.uint8:
             return self.normalize(batch.float().div_(255))
         return batch
 

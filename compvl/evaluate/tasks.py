@@ -64,7 +64,8 @@ def _values(benchmark, field: str) -> list:
     """A field of all items. Raises CompvlError for an item that lacks it, or has it empty."""
     values = [getattr(item, field, None) for item in benchmark.items]
     for item, value in zip(benchmark.items, values, strict=True):
-        if value is None or value == "" or value == ():
+        is_empty = isinstance(value, (str, tuple, list)) and not value
+        if value is None or is_empty:
             raise CompvlError(
                 f"{benchmark.name}, item {item.id}: it has no {field.replace('_', ' ')}, "
                 f"which the task {benchmark.task} needs: give it one, or leave the item out"

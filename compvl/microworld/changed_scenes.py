@@ -21,7 +21,9 @@ from .vocabulary import RELATIONS, lexicon
 # %% ../../nbs/lib/microworld/09a_changed_scenes.ipynb #0fc7fb74
 def stored_value(family: str, value: int) -> int:
     """How an object stores a value of a family: 0 is none, but of nouns and colours."""
-    return value + (family not in ("object", "color"))
+    if family in ("object", "color"):
+        return value
+    return value + 1
 
 
 def with_object(scene: Scene, i: int, **fields) -> Scene:

@@ -138,12 +138,15 @@ def parse_caption(text: str) -> Caption | None:
 
 # %% ../../nbs/lib/microworld/08_oracle.ipynb #6f7c4ae0
 def _attribute_truth(described: Obj, adj: Adj) -> int:
-    """Whether the adjective holds of an object."""
+    """1 where the adjective holds of an object, -1 where not, 0 where it is a matter of opinion.
+
+    A denied adjective has the value `~value`, which is below 0."""
     if adj.family == "size" and described.size == 0:
         return 0
-    denied = adj.value < 0
-    holds = described.value(adj.family) == (~adj.value if denied else adj.value)
-    return -1 if holds == denied else 1
+    value = described.value(adj.family)
+    if adj.value < 0:
+        return 1 if value != ~adj.value else -1
+    return 1 if value == adj.value else -1
 
 
 def _phrase_truth(described: Obj, phrase: NP) -> int:

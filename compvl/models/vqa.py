@@ -128,7 +128,9 @@ class VQAScorer(BatchedScorer):
                 f"the answer {self.answer!r} has no tokens: give a word such as 'Yes'"
             )
         if self.null_images < 1:
-            raise CompvlError("null_images=0 gives no prior of a caption: give 1 or more")
+            raise CompvlError(
+                f"null_images={self.null_images} gives no prior of a caption: give 1 or more"
+            )
 
     @property
     def device(self):

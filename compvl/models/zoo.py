@@ -204,14 +204,14 @@ def _open_transformers(name: str, pretrained, device, activation) -> Model:
     """A dual encoder of transformers, with the weights of a run folder where one is given.
 
     Raises CompvlError for other weights, and for an activation, which it states itself."""
-    run_weights = Path(pretrained or "") / "weights.safetensors"
-    if activation or pretrained and not run_weights.is_file():
+    run_weights = Path(pretrained) / "weights.safetensors" if pretrained else None
+    if activation or (run_weights and not run_weights.is_file()):
         raise CompvlError(
             f"{name} has weights and an activation of its own: leave activation out, and as "
             "pretrained give only the folder of a finished run that was trained from it"
         )
     model = load_dual_encoder(name, device)
-    if pretrained:
+    if run_weights:
         load_weights(model.clip, run_weights, name)
         model.pretrained = str(pretrained)
     return model

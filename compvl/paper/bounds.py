@@ -57,7 +57,8 @@ def chance(benchmark: Benchmark) -> dict[str, float]:
     """Expected figures, in percent, of scores that are drawn at random."""
     match benchmark.task:
         case "triplet":
-            metrics = triplet_metrics(*zip(*itertools.permutations(range(3)), strict=True))
+            orders = np.array(list(itertools.permutations(range(3))))  # of the three scores
+            metrics = triplet_metrics(orders[:, 0], orders[:, 1], orders[:, 2])
             return {name: metrics[name] for name in _ACCURACIES}
         case "pair" | "image-choice":
             return dict(accuracy=50.0)

@@ -60,7 +60,7 @@ class PublishedFigures:
         rows: Iterable[Row] = (),  # labelled as in these tables, where the results' rows are not
     ):
         self.cells = published_cells(*tables)
-        self.keys = {column[3:]: column.key for column in columns}
+        self.keys = {column.figure: column.key for column in columns}
         self.labels = {row.key: row.label for row in [*ROWS.values(), *res.rows, *rows]}
         self.joined = res.joined
 
@@ -70,7 +70,7 @@ class PublishedFigures:
         if figure in self.keys or benchmark not in self.joined:
             cell = (self.labels.get(method), self.keys.get(figure))
             return self.cells.get(cell, np.nan)
-        parts = [self.value(method, *column[3:]) for column in self.joined[benchmark]]
+        parts = [self.value(method, *column.figure) for column in self.joined[benchmark]]
         return float(np.mean(parts))
 
 # %% ../../nbs/lib/paper/11a_claims.ipynb #c1c2b531

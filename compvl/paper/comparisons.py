@@ -35,7 +35,7 @@ def comparisons(
     found = []
     for a, b in pairs:
         for column in columns:
-            figure = column[3:]
+            figure = column.figure
             try:
                 difference = res.difference((a, *figure), (b, *figure))
             except KeyError:

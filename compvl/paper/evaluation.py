@@ -98,7 +98,7 @@ def _is_gap(row: Row, profile: Profile, error: Exception) -> bool:
     if not isinstance(error, CompvlError):
         return False
     is_relative = bool(row.base) and not row.is_start
-    return row.source == "bound" or bool(profile.root) and (is_relative or row.optional)
+    return row.source == "bound" or (bool(profile.root) and (is_relative or row.optional))
 
 
 def _note_error(res: Results, row: Row, error: Exception):
@@ -157,7 +157,7 @@ def _evaluate_rows(
             continue
         done = f"{len(tables) + 1}/{len(todo)}"
         bar.set_description(f"{name} {done}: {row.label}, seed {seed}")
-        start = bar.n - steps[at] if at in ahead else bar.n
+        start = bar.n - (steps[at] if at in ahead else 0)  # `train_ahead` has counted its steps
         try:
             if ahead.get(at):
                 raise CompvlError(ahead[at])

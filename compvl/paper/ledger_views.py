@@ -110,9 +110,15 @@ def _notebook_cell(row, notebooks: dict[str, str], folder: str) -> str:
     return notebook_link(notebooks[row.id], JUDGED, folder)
 
 
-def _shown(row, later: dict[str, str], notebooks: dict[str, str], folder: str) -> dict:
-    """The cells of a statement."""
-    has_later = row.id in later
+def _found_cell(row, later) -> str:
+    """What was found for a statement, and after longer training (`later`, or None), as HTML."""
+    if later is None:
+        return _markup(row.sentence)
+    return f"{_markup(row.sentence)}<br><b>After longer training:</b> {_markup(later.sentence)}"
+
+
+def _shown(row, later, notebooks: dict[str, str], folder: str) -> dict:
+    """The cells of a statement; `later` is its row after longer training, or None."""
     return {
         "paper": PAPER_TITLES[row.paper],
         "id": f'<span id="{row.id}">{row.id}</span>',
@@ -125,8 +131,8 @@ def _shown(row, later: dict[str, str], notebooks: dict[str, str], folder: str) -
         "notebook": _notebook_cell(row, notebooks, folder),
         "kind": row.kind,
         "verdict": _verdict_cell(row.verdict),
-        "after longer training": _verdict_cell(later[row.id]) if has_later else "",
-        "what was found": _markup(row.sentence),
+        "after longer training": "" if later is None else _verdict_cell(later.verdict),
+        "what was found": _found_cell(row, later),
     }
 
 # %% ../../nbs/lib/paper/19b_ledger_views.ipynb #7261d60a
@@ -164,10 +170,10 @@ def ledger_table(
     import great_tables
 
     notebooks = statement_notebooks()
-    verdicts = {} if later is None else dict(zip(later.id, later.verdict, strict=True))
-    cells = [_shown(row, verdicts, notebooks, folder) for row in _by_number(ledger)]
+    later_rows = {} if later is None else {row.id: row for row in later.itertuples()}
+    cells = [_shown(row, later_rows.get(row.id), notebooks, folder) for row in _by_number(ledger)]
     shown = pd.DataFrame(cells)
-    if not verdicts:
+    if not later_rows:
         shown = shown.drop(columns="after longer training")
     table = great_tables.GT(shown, rowname_col="id", groupname_col="paper", id="ledger")
     table = table.tab_header("Ledger of claims")

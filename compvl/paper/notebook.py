@@ -116,10 +116,10 @@ _VERDICTS = """**Verdicts** compare the 95 % interval of a difference with zero 
 published difference. *Reproduced*: the interval is on the paper's side of zero, and overlaps the
 range from half to twice the published difference. *Same sign, smaller* or *larger*: it is on the
 paper's side of zero, and below or above that range. *Opposite*: it is on the other side of zero.
-*No effect of the published size*: it contains zero, and not even half of the published difference.
-*Too wide to say*, which is undecided: it contains both. Where only a direction is published, an
-interval that contains zero is *too wide to say*. A hypothesis of our own is *supported* instead of
-*reproduced*.
+*No effect of the published size*: it contains zero, but not half of the published difference.
+*Too wide to say* (undecided): it contains zero and half of the published difference. Where only a
+direction is published, an interval that contains zero is *too wide to say*. A hypothesis of our own
+is *supported* instead of *reproduced*.
 """.replace("\n", " ").strip()
 
 

@@ -1145,7 +1145,6 @@ _MORE = [
             ),
             _change("hp+hn", "svlc", _AUGMENTED["swap"]),
         ),
-        "most",
     ),
     Statement(
         "HP77",

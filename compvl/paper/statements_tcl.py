@@ -118,7 +118,8 @@ TCL = [
     Statement(
         "TCL11",
         "text, conclusion",
-        "Repeated operations make more complex negatives (here: harder for CLIP, by its ranking)",
+        "Repeated operations make more complex negatives (here: CLIP ranks them above the "
+        "caption more often)",
         "repeated operators: harder",
         (
             Findings(
@@ -146,8 +147,8 @@ TCL = [
     Statement(
         "TCL13",
         "text, limitations",
-        "Combining several operations may have diminishing returns (here: each further application "
-        "gains less)",
+        "Combining several operations may have diminishing returns (here: in most cases, each "
+        "further application gains less)",
         "repeated operators: diminishing returns",
         (
             Findings(
@@ -193,7 +194,7 @@ TCL = [
         "one that is not",
         "trained blind: accuracy apart",
         (Findings(f"{_READERS}_findings", _of_operators("trained-{}-apart")),),
-        "most",
+        "all",
         ours=True,
     ),
     Statement(
@@ -206,7 +207,7 @@ TCL = [
             Findings(f"{_READERS}_findings", _of_operators("trained-{}-reads")),
             Findings(f"{_READERS}_findings", _of_operators("free-{}-reads")),
         ),
-        "most",
+        "all",
         origin="from chance",
         ours=True,
     ),

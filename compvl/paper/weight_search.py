@@ -32,7 +32,7 @@ _COLUMNS = {
     "over start": "over CLIP-FT",
     "lo": "lo",
     "hi": "hi",
-    "below best": "below best",
+    "below best": "below chosen",
     "se": "se",
     "rise": "rise",
     "fall": "fall",
@@ -72,7 +72,7 @@ def _choice_of(
     figure = ("mean", "mean", "accuracy")
     _, table = choose_weight(found, keys, figure, "clip-coco", keeping or None)
     now = found.profile.w_attr.get(attribution)
-    used = ["✓" * (weight == now) for weight in weights]
+    used = ["✓" if weight == now else "" for weight in weights]
     return table.join(rules, on="weight").assign(attribution=attribution, used=used)
 
 

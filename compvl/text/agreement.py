@@ -24,7 +24,7 @@ def place(reading: Reading, i: int) -> str:
     follows *and* shares the determiner before it.
     """
     o = reading.parsed.objects[i]
-    determiner = o.det.lower()
+    determiner = o.det
     if reading.several[i]:
         return "many"
     if determiner:

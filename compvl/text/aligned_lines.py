@@ -44,9 +44,10 @@ class Counts:
     def add(self, outcome: Rewrite):
         """Count one outcome."""
         self.captions += 1
-        self.made += outcome.text is not None
         if outcome.text is None:
             self.refused[outcome.reason] += 1
+        else:
+            self.made += 1
         self.rejected.update(reason for _, reason in outcome.rejected)
 
     def __str__(self):

@@ -76,7 +76,7 @@ def _is_whole_caption(phrases: Phrases, x: int, z: int) -> bool:
     opening = _OPENING.match(phrases.text)
     if opening.end() != start or not _CLOSING.match(phrases.text, end):
         return False
-    is_definite = [phrases.parsed.objects[i].det.lower() in _DEFINITE for i in (x, z)]
+    is_definite = [phrases.parsed.objects[i].det in _DEFINITE for i in (x, z)]
     if "there" in opening[0].lower() and is_definite == [False, True]:
         return False  # "there is a couch behind the table"
     return not phrases.refers_back(z)
@@ -262,7 +262,7 @@ def _is_indefinite(phrases: Phrases, i: int) -> bool:
     if quantifier is not None and not o.det and not is_plural(quantifier.text.split()[0]):
         return False  # "group of children"
     is_complete = o.det or phrases.is_counted(i) or phrases.is_many(i)
-    return bool(is_complete) and o.det.lower() not in _DEFINITE
+    return bool(is_complete) and o.det not in _DEFINITE
 
 
 def _has_finite_verb(phrases: Phrases) -> bool:
@@ -280,7 +280,7 @@ def _there_is(phrases: Phrases, i: int) -> str:
     """*there is* or *there are*, for noun phrase `i`, which opens the caption."""
     o = phrases.parsed.objects[i]
     several = o.plural or (phrases.is_counted(i) and phrases.lower[0] != "one")
-    return "there are" if several and o.det.lower() not in ("a", "an") else "there is"
+    return "there are" if several and o.det not in ("a", "an") else "there is"
 
 # %% ../../nbs/lib/text/08d_alternations.ipynb #74adf4a4
 def frame_existence(

@@ -119,7 +119,7 @@ def _is_movable(phrases: Phrases, x: int, z: int) -> bool:
     """Whether noun phrase `z` can be put before *and* as far as its own words go."""
     before = phrases.parsed.objects[x]
     behind = phrases.parsed.objects[z]
-    if behind.det.lower() == "no" or phrases.refers_back(z):
+    if behind.det == "no" or phrases.refers_back(z):
         return False
     if not behind.det:
         unknown_compound = " " in behind.text and not phrases.words.concepts(behind.text, "object")
@@ -143,7 +143,7 @@ def _moving_part(phrases: Phrases, x: int, z: int) -> str:
         return "whole"
     if phrases.quantifier(x) is None and phrases.is_counted(x):
         return ""  # "two cats and dogs": two of each?
-    determiner = phrases.parsed.objects[x].det.lower()
+    determiner = phrases.parsed.objects[x].det
     many_x = phrases.is_many(x)
     many_z = phrases.is_many(z)
     unclear = _adjective_may_reach(phrases, x, z)
@@ -165,7 +165,7 @@ def _moving_part_after_article(phrases: Phrases, x: int, z: int) -> str:
         same_family = phrases.family(x) == phrases.family(z)
         return "" if modified_x and not modified_z and same_family else "whole"
     if modified_z and not modified_x:
-        return "article" if phrases.parsed.objects[x].det.lower() in ("a", "an") else ""
+        return "article" if phrases.parsed.objects[x].det in ("a", "an") else ""
     return "" if modified_x and not modified_z else "shared"
 
 # %% ../../nbs/lib/text/08a_conjuncts.ipynb #9fd0532a

@@ -134,7 +134,7 @@ _UNCOUNTABLE = frozenset(("couple of", "lot of", "number of", "bunch of"))
 
 def _is_free_for_no(reading: Reading, i: int) -> bool:
     """Whether *no* may be the article of object `i`: it has one, and no *couple of* or the like."""
-    if reading.parsed.objects[i].det.lower() not in ("a", "an", "the", "one"):
+    if reading.parsed.objects[i].det not in ("a", "an", "the", "one"):
         return False
     counts = [attribute.text.lower() for attribute in reading.attributes_of.get(i, ())]
     return _UNCOUNTABLE.isdisjoint(counts)

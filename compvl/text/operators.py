@@ -167,7 +167,7 @@ def _moved(place: Span, edits: list[Edit], spans: list[Span]) -> Span:
     What is inserted at its start comes before it, what is inserted at its end belongs to it.
     """
     moved = []
-    for is_end, position in enumerate(place):
+    for is_end, position in zip((False, True), place, strict=True):
         shifted = position
         for edit, span in zip(edits, spans, strict=True):
             inserted_here = edit.start == edit.end == position

@@ -185,7 +185,7 @@ class Phrases:
     def is_many(self, i: int) -> bool:
         """Whether noun phrase `i` needs no article: it is plural, or a mass."""
         o = self.parsed.objects[i]
-        return o.plural or (_is_mass(o.text) and o.det.lower() not in ("a", "an"))
+        return o.plural or (_is_mass(o.text) and o.det not in ("a", "an"))
 
     def is_counted(self, i: int) -> bool:
         """Whether noun phrase `i` begins with a number."""

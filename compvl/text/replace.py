@@ -81,9 +81,9 @@ def _replaced_number(reading: Reading, attribute: Attribute, new: str) -> Change
         new = agree_article(f"a {new}", 2)
     elif attribute.object is not None:
         o = reading.parsed.objects[attribute.object]
-        if o.det.lower() in ("a", "an"):
+        if o.det in ("a", "an"):
             start = o.phrase[0]
-            if reading.text[start : attribute.start].strip() != o.det:
+            if reading.text[start : attribute.start].strip().lower() != o.det:
                 return None
     return replaced(reading, (start, attribute.end), new, sound=True)
 

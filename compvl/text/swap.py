@@ -63,7 +63,7 @@ def _is_movable(reading: Reading, i: int, j: int) -> bool:
     b = reading.parsed.objects[j]
     before_nouns = reading.text[a.phrase[0] : a.start] + reading.text[b.phrase[0] : b.start]
     return (
-        _POSSESSIVES.isdisjoint((a.det.lower(), b.det.lower()))
+        _POSSESSIVES.isdisjoint((a.det, b.det))
         and a.phrase[1] <= b.phrase[0]
         and "'" not in before_nouns
     )
@@ -85,7 +85,7 @@ def _attributes_moved(reading: Reading, i: int, j: int) -> list[tuple[int | None
 # %% ../../nbs/lib/text/05e_swap.ipynb #675a8b0b
 def _verb_number(reading: Reading, i: int) -> bool | None:
     """Whether verbs of object `i` are plural; None for *a group of men*, which takes either."""
-    counted_as_one = reading.parsed.objects[i].det.lower() in COUNTING
+    counted_as_one = reading.parsed.objects[i].det in COUNTING
     return None if reading.several[i] and counted_as_one else reading.several[i]
 
 
@@ -104,10 +104,13 @@ def _exchange_phrases(reading: Reading, i: int, j: int) -> Change | None:
     if graph.meaning(reading.words) == reading.meaning:
         return None
     verbs = []
-    numbers = (_verb_number(reading, i), _verb_number(reading, j))
-    for subject, old, new in ((i, *numbers), (j, *reversed(numbers))):
-        if new is not None and new != old:
-            verbs += verb_edits(reading, subject, new)
+    number_i = _verb_number(reading, i)
+    number_j = _verb_number(reading, j)
+    if number_i != number_j:  # each verb takes the number of its new subject
+        if number_j is not None:
+            verbs += verb_edits(reading, i, number_j)
+        if number_i is not None:
+            verbs += verb_edits(reading, j, number_i)
     first = reading.parsed.objects[i].phrase
     second = reading.parsed.objects[j].phrase
     return exchanged(reading, first, second, _turns_relation(reading, i, j), verbs)
@@ -125,8 +128,10 @@ def swap_objects(reading: Reading, rng: random.Random) -> Iterator[Change]:
     for i, j in shuffled(list(combinations(things, 2)), rng):
         if reading.overlap(i, j):
             continue
-        nouns_fit = fits(reading, i, j) and fits(reading, j, i)
-        change = (_exchange_nouns if nouns_fit else _exchange_phrases)(reading, i, j)
+        if fits(reading, i, j) and fits(reading, j, i):
+            change = _exchange_nouns(reading, i, j)
+        else:
+            change = _exchange_phrases(reading, i, j)
         if change is not None:
             yield change
 
@@ -199,7 +204,7 @@ def _single_things(reading: Reading) -> list[int]:
     return [
         i
         for i, o in enumerate(reading.parsed.objects)
-        if o.det.lower() in ("a", "an")
+        if o.det in ("a", "an")
         and not reading.several[i]
         and reading.is_thing(i)
         and countability(o.text) != "mass"

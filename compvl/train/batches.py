@@ -277,14 +277,17 @@ def _offer(entry, waiting: queue.Queue, stop: threading.Event):
             pass
 
 
+_END = object()  # stands in the queue behind the last item
+
+
 def _produce(items: Iterable, waiting: queue.Queue, stop: threading.Event):
-    "Put (item, None) for each item into a queue, then (None, the exception that ended them)."
+    "Put (item, None) for each item into a queue, then (_END, None), or (None, an exception)."
     try:
         for item in items:
             _offer((item, None), waiting, stop)
             if stop.is_set():
                 return
-        _offer((None, StopIteration()), waiting, stop)
+        _offer((_END, None), waiting, stop)
     except BaseException as error:
         _offer((None, error), waiting, stop)
 
@@ -300,10 +303,10 @@ def prefetch(items: Iterable, depth: int = 2) -> Iterator:
     try:
         while True:
             item, error = waiting.get()
-            if isinstance(error, StopIteration):
-                return
             if error is not None:
                 raise error
+            if item is _END:
+                return
             yield item
     finally:
         stop.set()
@@ -368,8 +371,9 @@ def stream_batches(items: Steps, steps: range, cuda: bool) -> Iterator[list[dict
         num_workers=workers,
         pin_memory=cuda and not on_gpu,
     )
+    batches = prefetch(loader) if cuda and not workers else loader
     try:
-        for micro_batches in prefetch(loader) if cuda and not workers else loader:
+        for micro_batches in batches:
             if isinstance(micro_batches, CompvlError):
                 raise micro_batches
             yield micro_batches

@@ -140,10 +140,12 @@ def computes_bf16(device: str | None = None) -> bool:
     Measured are CPUs with instructions for it: Intel's AMX and AVX-512 BF16, which AMD's CPUs have
     since Zen 4. Some that have the latter only take twice as long in bf16. `device`: `cuda` or
     `cpu`; None: CUDA where present."""
-    if device == "cuda" or device is None and torch.cuda.is_available():
+    if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_capability() >= (8, 0)
     checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
-    has_instructions = any(getattr(torch.cpu, check, bool)() for check in checks)
+    has_instructions = any(
+        hasattr(torch.cpu, check) and getattr(torch.cpu, check)() for check in checks
+    )
     return has_instructions and bf16_speedup() > _BF16_PAYS
 
 # %% ../../nbs/lib/train/02_config.ipynb #b1b1d5a3

@@ -439,7 +439,7 @@ def train(
 
 def run_name(config: TrainConfig) -> str:
     """The name of a config's run folder. Nothing is trained; errors as of `train`."""
-    config = config.resolved()
+    config = _resolved(config)
     model, data, teacher = open_parts(config, "cpu")
     is_random = starts_random(config)
     return folder_name(run_identity(config, data, model, teacher=teacher, is_random=is_random))

@@ -30,8 +30,12 @@ def adamw(
     decayed = []
     plain = []
     for name, parameter in named:
-        if parameter.requires_grad:
-            (decayed if has_decay(name, parameter) else plain).append(parameter)
+        if not parameter.requires_grad:
+            continue
+        if has_decay(name, parameter):
+            decayed.append(parameter)
+        else:
+            plain.append(parameter)
     groups = [
         dict(params=decayed, weight_decay=config.weight_decay),
         dict(params=plain, weight_decay=0.0),

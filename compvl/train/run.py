@@ -153,20 +153,20 @@ class MetricsFile:
     def __init__(self, path: Path, start: int):
         self.path = path
         self.fields = None
-        lines = []
+        kept = []
         if start:
-            lines = path.read_text().splitlines() if path.exists() else []
-            head, *rows = lines or [""]
-            self.fields = head.split(",")
-            kept = [row for row in rows if self._is_kept(row, start)]
-            if len(kept) != start:
+            written = path.read_text().splitlines() if path.exists() else []
+            header = written[0] if written else ""
+            self.fields = header.split(",")
+            rows = [row for row in written[1:] if self._is_kept(row, start)]
+            if len(rows) != start:
                 raise CompvlError(
                     f"{path} lacks steps that its checkpoint has: remove {path.parent} to train "
                     "again"
                 )
-            lines = [head, *kept]
+            kept = [header, *rows]
         with atomic_write(path) as new:
-            new.write_text("".join(line + "\n" for line in lines))
+            new.write_text("".join(line + "\n" for line in kept))
 
     def _is_kept(self, row: str, start: int) -> bool:
         "Whether a line is complete and of a step up to `start`."

@@ -333,11 +333,12 @@ class ChunkedBackward:
             with nullcontext() if k == last else self.accelerator.no_sync(self.towers):
                 self.states[k].restore()
                 outputs = self.encode(items, texts, attribution)
-                images, captions, *scalars = outputs[: 2 + len(scalar_gradients)]
+                images, texts_of_chunk, *scalars = outputs[: 2 + len(scalar_gradients)]
                 # The gradients of the loss are constants here: d product / dw is
                 # Σ gradient · d feature / dw, which by the chain rule is that of the loss.
                 product = (images * image_gradients[items]).sum()
-                product = product + (captions * text_gradients[texts.to(self.model.device)]).sum()
+                of_texts = text_gradients[texts.to(self.model.device)]
+                product = product + (texts_of_chunk * of_texts).sum()
                 if k == last:
                     for scalar, gradient in zip(scalars, scalar_gradients, strict=True):
                         product = product + (scalar * gradient).sum()

@@ -199,10 +199,9 @@ def contrastive_term(features, config):
     )
 
 # %% ../../nbs/lib/train/01_terms.ipynb #bb43c36c
-@register_term("hn", needs=("hard_negatives",), weight_field="w_hn")
-def hard_negative_term(features, config):
-    """Each image chooses between its caption and the hard negative (SVLC; Doveh et al. 2023)."""
-    return hard_negative_loss(
+def _against_negatives(loss: Callable, features: Features) -> Tensor:
+    """A loss of images, captions and hard negatives."""
+    return loss(
         features.images,
         features.captions,
         features.hard_negatives,
@@ -211,9 +210,8 @@ def hard_negative_term(features, config):
     )
 
 
-@register_term("hp", needs=("hard_positives",), weight_field="w_hp")
-def analogy_term(features, config):
-    """Hard positives are near image and caption (SVLC's analogy loss; Kamath et al. 2024)."""
+def _analogy(features: Features, halves: tuple[float, float]) -> Tensor:
+    """The analogy loss with these weights of its two halves."""
     return analogy_loss(
         features.images,
         features.captions,
@@ -221,7 +219,20 @@ def analogy_term(features, config):
         features.scale,
         features.has_hard_positive,
         features.groups,
+        halves,
     )
+
+
+@register_term("hn", needs=("hard_negatives",), weight_field="w_hn")
+def hard_negative_term(features, config):
+    """Each image chooses between its caption and the hard negative (SVLC; Doveh et al. 2023)."""
+    return _against_negatives(hard_negative_loss, features)
+
+
+@register_term("hp", needs=("hard_positives",), weight_field="w_hp")
+def analogy_term(features, config):
+    """Hard positives are near image and caption (SVLC's analogy loss; Kamath et al. 2024)."""
+    return _analogy(features, (0.5, 0.5))
 
 # %% ../../nbs/lib/train/01_terms.ipynb #22c2311e
 @register_term("mil", needs=("bags",), weight_field="w_mil")
@@ -304,29 +315,16 @@ def count_hinges(features: Features, config) -> Tensor:
         return ((excess + config.attr_margin > 0) & attributable(batch)).sum()
 
 # %% ../../nbs/lib/train/01_terms.ipynb #76af6ff9
-def _analogy_half(features: Features, halves: tuple[float, float]) -> Tensor:
-    """The analogy loss with these weights of its halves."""
-    return analogy_loss(
-        features.images,
-        features.captions,
-        features.hard_positives,
-        features.scale,
-        features.has_hard_positive,
-        features.groups,
-        halves,
-    )
-
-
 @register_term("hp_image", needs=("hard_positives",))
 def image_analogy_term(features, config):
     """The half of the analogy loss that compares hard positives with images."""
-    return _analogy_half(features, (1.0, 0.0))
+    return _analogy(features, (1.0, 0.0))
 
 
 @register_term("hp_text", needs=("hard_positives",))
 def text_analogy_term(features, config):
     """The half of the analogy loss that compares hard positives with captions."""
-    return _analogy_half(features, (0.0, 1.0))
+    return _analogy(features, (0.0, 1.0))
 
 
 @register_term("hp_distance", needs=("hard_positives",))
@@ -338,17 +336,6 @@ def paraphrase_distance_term(features, config):
 
 # %% ../../nbs/lib/train/01_terms.ipynb #ed949377
 MOST_MARGIN = 10.0  # of the rank loss, in logits
-
-
-def _against_negatives(loss: Callable, features: Features) -> Tensor:
-    """A loss of images, captions and hard negatives."""
-    return loss(
-        features.images,
-        features.captions,
-        features.hard_negatives,
-        features.scale,
-        features.has_hard_negative,
-    )
 
 
 @register_term("hn_calibrated", needs=("hard_negatives",), default_weight=0.5)

@@ -128,7 +128,10 @@ def open_clip_optimizer(clip, config: TrainConfig) -> torch.optim.AdamW:
     plain = []
     for name, parameter in clip.named_parameters():
         excluded = any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
-        (plain if parameter.ndim < 2 or excluded else decayed).append(parameter)
+        if parameter.ndim < 2 or excluded:
+            plain.append(parameter)
+        else:
+            decayed.append(parameter)
     groups = [
         dict(params=plain, weight_decay=0.0),
         dict(params=decayed, weight_decay=config.weight_decay),
