@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from .checkpoints import Checkpoint, base_of, is_same, open_checkpoint
 from ..benchmarks.items import Benchmark
 from ..core import CompvlError
 from ..evaluate.engine import evaluate
-from ..evaluate.parallel import processes, together
+from ..evaluate.parallel import from_all, processes
 from ..evaluate.scorers import scorer_of
 from ..models.releases import ZOO
 from ..models.weights import activation
@@ -114,12 +114,12 @@ def _open_in_all(checkpoint, root, device, cache, batch_size, progress, pixels):
     """The scorer of a checkpoint. An error in one of several processes is raised in all."""
     opened = []
 
-    def open_here() -> Iterator[bool]:
+    def open_here() -> bool:
         model = open_checkpoint(checkpoint, root, device)
         opened.append(scorer_of(model, cache, batch_size, progress, pixels))
-        yield True
+        return True  # and not the scorer: what is returned is sent to all processes
 
-    list(together(open_here()))
+    from_all(open_here)
     return opened[0]
 
 

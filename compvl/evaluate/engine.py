@@ -21,7 +21,7 @@ from ..core import CompvlError, cache_dir, config_hash, git_commit, make_folder,
 from .averages import average_tables
 from .conventions import convention_of, published_figures
 from .kept import Kept
-from .parallel import processes, together
+from .parallel import from_all, processes
 from .scorers import check_at_least_one, scorer_of
 from .tasks import TASKS, check_texts_suffice
 from ..images import image_path
@@ -251,8 +251,7 @@ def _kept(keep) -> Kept | None:
 
 def _kept_scores(kept: Kept, key: str) -> pd.DataFrame | None:
     """The kept scores that the first process finds, on all processes."""
-    found = list(together([(kept.load(key),)]))
-    return found[0][0]
+    return from_all(lambda: kept.load(key))[0]
 
 
 def _scored(
