@@ -89,7 +89,7 @@ def search_weights(
     """The choice of the weight of L_attr: a row for each attribution and weight.
 
     Columns: `attribution`, `λ`, `accuracy` (percent, a mean over benchmarks and seeds), `over
-    CLIP-FT` with its paired 95 % interval `lo`, `hi`, `below best` with its standard error `se`,
+    CLIP-FT` with its paired 95 % interval `lo`, `hi`, `below chosen` with its standard error `se`,
     `rise`, `fall` and `converged` (as `kept` of `compvl.paper.convergence.convergence`), and
     `chosen`. `used` marks the weight that the profile has now. Trains all rows that are not there
     yet. Raises CompvlError if one of them fails.
