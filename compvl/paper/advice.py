@@ -122,8 +122,8 @@ def _recommendation(choice, unit: str, most: int) -> str:
     numbers = (choice.ahead, choice.lo, choice.hi)
     ahead, lo, hi = (figure_text(number, sign="+") for number in numbers)
     return (
-        f"- {choice.goal}: {advised}. {best} has {value} on the other half; its lead over the "
-        f"runner-up, {second}, is {ahead} {unit} [{lo}, {hi}]."
+        f"- {choice.goal}: {advised}. {best} has {value} on the other half; the difference "
+        f"from the runner-up, {second}, is {ahead} {unit} [{lo}, {hi}]."
     )
 
 

@@ -140,8 +140,8 @@ _TABLE_NOTE = """Differences, in points of percent, in percent (of a ratio), in 
 cosines, attributions, correlations; of attributions by perturbation, in logits) or in nats (of
 losses), with 95 % intervals. Where a statement sets a bound, or is about chance, the difference
 is that from the bound or from chance, as the row says. Where a statement has several tests, the
-smallest and the largest difference are shown, apart for tests in which the paper expects a
-difference above and below zero; tests: their number, and the rule that combines them. Kind: an
+smallest and the largest difference are shown, separately for tests with opposite expected
+signs; tests: their number, and the rule that combines them. Kind: an
 effect could have come out the other way; a premise is what the setting must fulfil; what holds by
 construction is no evidence. The paper does not compare with CLIP-COCO in these tables; there, the
 published difference is that from CLIP. Notebook: the one that evaluates the statement, below its

@@ -93,8 +93,8 @@ _VERDICT_NOTE = """An effect could have come out the other way, a premise is wha
 fulfil, and what holds by construction follows from definitions. Tests: the number of comparisons; a
 statement with several usually has the verdict of the least favourable. Measured: the difference
 with its 95 % interval, between models or, where the row says so, from a bound or from chance; where
-a statement has several tests, the smallest and the largest difference, apart for tests of which the
-paper expects another sign. After longer training: the same, 3,000 steps long, for an effect whose
+a statement has several tests, the smallest and the largest difference, separately for tests with
+opposite expected signs. After longer training: the same, 3,000 steps long, for an effect whose
 models are all finetuned in the profile micro-full so far (pretrained models: on more items). With
 several seeds, intervals are over items and seeds, else over items. Verdicts are defined at the top
 of the notebook; 11_claims says how several tests make one verdict, and its table evidence has each

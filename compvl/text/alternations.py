@@ -102,7 +102,7 @@ def invert_relation(
 ) -> Perturbed:
     """*a lamp above a bed* -> *a bed below a lamp*.
 
-    Raises `Refused`: no relation with an inverse, more than a relation.
+    Raises `Refused`: no relation with an inverse, more than one relation.
     """
     phrases = Phrases(parsed, words)
     has_inverse = False
@@ -122,7 +122,9 @@ def invert_relation(
             *_agreeing_copulas(phrases, x, z),
         ]
         return edited(parsed, "inverse", "relation", *edits)
-    raise Refused("more than a relation" if has_inverse else "no relation with an inverse", caption)
+    raise Refused(
+        "more than one relation" if has_inverse else "no relation with an inverse", caption
+    )
 
 # %% ../../nbs/lib/text/08d_alternations.ipynb #1487cf9d
 _THAT_IS = re.compile(r"\s+(?:that|which|who)\s+(?:is|are)\s+", re.IGNORECASE)
