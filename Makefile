@@ -26,6 +26,7 @@ reproduce: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff check --isolated --select F401 compvl
 	$(BIN)/python scripts/check.py
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --path nbs/lib --n_workers 2 --do_print --timing
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --path nbs/guide --n_workers 2 --do_print

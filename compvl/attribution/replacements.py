@@ -79,7 +79,8 @@ def replacements(
     Objects, attributes and relations are replaced one at a time. Where a caption has more than
     `concepts` objects, or more attributes and relations together, so many are drawn at random.
     Deterministic in (caption, seed)."""
-    words = words or shipped_words()
+    if words is None:
+        words = shipped_words()
     parsed = parse_many(captions) if parsed is None else parsed
     made = []
     for owner, (caption, parse) in enumerate(zip(captions, parsed, strict=True)):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import warnings
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def _number(path: str | Path, line: int, row: dict, column: str) -> int:
     try:
         value = float(row[column])
     except ValueError:
-        value = 0.5
+        value = math.nan
     if not value.is_integer():
         raise bad_line(path, line, f"{column} is {row[column]!r}, not a whole number")
     return int(value)

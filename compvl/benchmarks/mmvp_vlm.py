@@ -11,7 +11,6 @@ from pathlib import Path
 from .columns import bad_line, csv_rows
 from .items import Square
 from .registry import Loaded, Request, register
-from ..core import CompvlError
 from ..downloads import Dataset, File, dataset
 
 # %% auto #0

@@ -158,7 +158,7 @@ def _correct(item: Triplet, target: str) -> Triplet | None:
 
 
 def correct_replace(items: list[Triplet], target: str) -> list[Triplet]:
-    """REPLACE items as published -> corrected (table above), with their ids.
+    """REPLACE items as published -> corrected, with their ids.
 
     Those that cannot be corrected are dropped.
     """

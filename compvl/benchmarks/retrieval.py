@@ -61,8 +61,9 @@ def read_karpathy(path: str | Path, split: str = "test") -> list[tuple[str, tupl
         sentences = entry.get("sentences")
         if not (isinstance(sentences, list) and sentences):
             raise damaged(path, i, "no list of sentences under 'sentences'")
-        parts = [key for key in ("filepath", "filename") if key == "filename" or key in entry]
-        image = "/".join(entry_field(path, i, entry, key) for key in parts)
+        image = entry_field(path, i, entry, "filename")
+        if "filepath" in entry:
+            image = f"{entry_field(path, i, entry, 'filepath')}/{image}"
         captions = tuple(entry_field(path, i, sentence, "raw") for sentence in sentences)
         found.append((image, captions))
     if not found:

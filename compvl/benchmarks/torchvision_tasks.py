@@ -390,7 +390,8 @@ def _open_task(request: Request, task: _Task) -> tuple[Any, list[tuple[Any, int]
     except Exception as error:
         raise CompvlError(
             f"torchvision cannot read {task.cls} under {folder} ({type(error).__name__}: {error}): "
-            "the files are incomplete or damaged; get them again."
+            "install what the message names, if anything, or get the files again: they are "
+            "incomplete or damaged."
         ) from error
 
 

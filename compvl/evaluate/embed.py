@@ -13,7 +13,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, compress, islice
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np

@@ -85,7 +85,7 @@ def with_adjective(caption: Caption, i: int, k: int, adj: Adj) -> Caption:
 
 def exchange_phrases(caption: Caption) -> Caption:
     """The caption with its first two noun phrases in the other order."""
-    return replace(caption, nps=(*caption.nps[1::-1], *caption.nps[2:]))
+    return replace(caption, nps=(*reversed(caption.nps[:2]), *caption.nps[2:]))
 
 
 def exchange_adjectives(caption: Caption) -> Caption:

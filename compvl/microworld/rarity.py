@@ -50,8 +50,7 @@ def _replacement(caption: str, perturbed: str) -> tuple[str, str] | None:
 def rare_words(
     pairs: Iterable[tuple[str, str]],  # captions and perturbations
     frequency: Counter,  # as of `word_counts`
-    rare: float = 1
-    / 20,  # a rare word is less than `rare` times as frequent as the old one, or absent
+    rare: float = 0.05,  # a rare word is less than `rare` times as frequent as the old one
 ) -> dict:
     """The share of rare words among the new words of perturbations that differ in one word.
 

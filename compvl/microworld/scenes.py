@@ -19,14 +19,13 @@ from PIL import Image
 from .render import render
 from .sampling import sample_worlds
 from compvl.microworld.splits import (
-    SPLITS,
     are_kept_out,
     content_hashes,
     in_split,
     split_range,
     splits_of_codes,
 )
-from .vocabulary import CONTENT_FIELDS, RELATIONS, lexicon
+from .vocabulary import CONTENT_FIELDS, lexicon
 
 # %% ../../nbs/lib/microworld/06_scenes.ipynb #1454ebda
 class Obj(NamedTuple):
@@ -44,7 +43,10 @@ class Obj(NamedTuple):
 
     def value(self, family: str) -> int:
         """Index of the object's value in `family`, or -1 for none."""
-        return getattr(self, family) - (family not in ("object", "color"))
+        stored = getattr(self, family)
+        if family in ("object", "color"):
+            return stored
+        return stored - 1
 
 # %% ../../nbs/lib/microworld/06_scenes.ipynb #9539d712
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def html_table(
     if frame.columns.nlevels == 1:
         frame = join_intervals(frame, decimals)
     if frame.empty:
-        return f"<p>{html.escape(title)}: no data.</p>"
+        return f"<p>{html.escape(title)}: no data.</p>" if title else "<p>No data.</p>"
     frame = _with_levels(frame)
     corner = frame.index.names[1] or ""
     keys = _key_columns(frame)

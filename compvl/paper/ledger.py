@@ -312,7 +312,7 @@ def ledger_row(found: Evaluation, profile: str) -> dict:
         kind=statement.kind,
         ours=statement.ours,
         where=statement.where,
-        notebook=" ".join(dict.fromkeys(notebook_number(t.stem) or "08" for t in statement.tests)),
+        notebook=" ".join(dict.fromkeys(notebook_number(t.stem) for t in statement.tests)),
         claim=statement.text,
         short=statement.short,
         rule=statement.rule if len(tests) > 1 else "",

@@ -14,7 +14,7 @@ import pandas as pd
 from .looks import Look, look, short
 from .rows import ROWS
 from .table_rows import CAE_TABLE1
-from ..plotting import style, subplots
+from ..plotting import subplots
 
 # %% ../../nbs/lib/paper/19b_panels.ipynb #ffb03734
 _KEYS = {short(row.label): row.key for row in [*ROWS.values(), *CAE_TABLE1]}

@@ -26,7 +26,6 @@ from .blindness import insensitivity
 from .causal_supports import SUPPORTS, SparseReplaceSupport, Support
 from .drawn_supports import DRAWN_VALUES, drawn_captions, drawn_scenes
 from .estimates import figure, finding
-from .profiles import PROFILES
 from ..train.word_table import train_words_only, whole_vocabulary
 
 # %% ../../nbs/lib/paper/20j_trained_readers.ipynb #5138c97a

@@ -123,7 +123,7 @@ def _verbs_of(reading: Reading, i: int) -> list[int]:
 def verb_edits(reading: Reading, i: int, several: bool) -> list[Edit]:
     """Edits that make the verbs of object `i` agree with several things, or with one.
 
-    None for an object of a list, whose verbs agree with the whole list.
+    No edits for an object of a list, whose verbs agree with the whole list.
     """
     if i in reading.lists:
         return []

@@ -214,7 +214,11 @@ class Captions:
         return CaptionRow(id, None, problem.split(" (")[0], cells, line)
 
     def __iter__(self) -> Iterator[CaptionRow]:
-        return getattr(self, f"_{self.format}")()
+        if self.format == "jsonl":
+            return self._jsonl()
+        if self.format == "json":
+            return self._json()
+        return self._csv()
 
     def _jsonl(self) -> Iterator[CaptionRow]:
         for number, line in enumerate(self._decoded(), 1):

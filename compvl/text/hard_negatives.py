@@ -110,7 +110,7 @@ class Method(NamedTuple):
             if self.times == 1:
                 return longer, reading
             new_reading = Reading(parse(longer.text), reading.words)
-            is_first = not trail.steps
+            is_first = not trail.steps  # so that k steps begin as fewer do
             if is_first or new_reading.meaning not in meanings:
                 return longer, new_reading
         return None
@@ -191,7 +191,8 @@ def hard_negative(
     Raises `Refused` if the caption offers nothing, `CompvlError` for an unknown method.
     """
     make = NEGATIVES[pick(method, NEGATIVES, "method of hard negatives")]
-    words = words or shipped_words()
+    if words is None:
+        words = shipped_words()
     parsed = parsed or parse(caption)
     if unmasker is not None and method == "svlc-lm":
         (found,) = svlc_lm([caption], unmasker, seed, words, [parsed], sound)

@@ -54,7 +54,7 @@ class _Reader:
 
     def skip(self, *characters: str) -> str:
         """Read one of `characters`."""
-        if self.peek() not in characters or not self.buffer:
+        if self.peek() not in characters:
             raise self.error(f"{' or '.join(map(repr, characters))} is missing", self.at)
         self.at += 1
         return self.buffer[self.at - 1]

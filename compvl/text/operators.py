@@ -254,7 +254,8 @@ def apply_operator(
     targets = TARGETS if target is None else (pick(target, TARGETS, "target"),)
     if k < 1:
         raise CompvlError(f"an operator is applied at least once, not k={k} times")
-    words = words or shipped_words()
+    if words is None:
+        words = shipped_words()
     rng = random.Random(f"{seed}|{caption}")
     trail = Trail(caption)
     reading = Reading(parsed or parse(caption), words)

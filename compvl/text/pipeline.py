@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .. import __version__
-from ..core import CompvlError, config_hash, cores, data_dir, pick, write_json
+from ..core import CompvlError, config_hash, cores, data_dir, pick
 from .caption_files import CaptionRow, Captions
 from .lm_hard_positives import LM_METHODS, write_by_language_model
 from .perturb_summary import OUTPUT_KINDS, PerturbSummary
@@ -260,11 +260,11 @@ def perturb_file(  # noqa: PLR0913  one argument an option
     dst = Path(dst)
     pick(kind, OUTPUT_KINDS, "kind of captions to make")
     form = _form_of(dst, bare)
+    source = Captions(src, key, skip_bad)
     if dst.exists() and dst.samefile(src):
         raise CompvlError(f"{dst} is the file that is read: name another to write.")
     if limit is not None and limit < 1:
         raise CompvlError(f"limit={limit}: give at least 1.")
-    source = Captions(src, key, skip_bad)
     _check_language_model(kind, method, form, client, unmasker)
     summary = PerturbSummary(kind, method, str(dst))
     if method in LM_METHODS:

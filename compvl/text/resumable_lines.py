@@ -103,7 +103,7 @@ class ResumableLines:
         return state["captions"]
 
     def _read_lines(self, n_bytes: int):
-        """The digest of the first bytes of the file that is present."""
+        """Add the first bytes of the file that is present to the digest."""
         with open(self.present, "rb") as file:
             while piece := file.read(min(n_bytes, 1 << 20)):
                 self.digest.update(piece)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .parsed import Attribute, Object, Relation
-from .tags import caption_words, is_animate, known_family, noun_forms, tag_words
+from .tags import is_animate, known_family, noun_forms
 
 # %% auto #0
 __all__ = ['CaptionPart', 'caption_parts', 'SceneReader']

@@ -137,7 +137,8 @@ def svlc_lm(
 
     Raises ValueError where there are not as many parses as captions; errors of the language model
     are those of its `candidates`."""
-    words = words or shipped_words()
+    if words is None:
+        words = shipped_words()
     readings = [Reading(p, words) for p in parsed or map(parse, captions)]
     rngs = [random.Random(f"{seed}|{caption}") for caption in captions]
     masks = []

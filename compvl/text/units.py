@@ -127,7 +127,8 @@ def draw_unit(parsed: Parse, rng: random.Random, words: Words | None = None) -> 
     """A unit of a caption with a foil; None where the caption has no word that can be changed.
 
     `words`: what foils are made of; None: the shipped lexicon."""
-    words = words or shipped_words()
+    if words is None:
+        words = shipped_words()
     return _relation_unit(parsed, rng, words) or _phrase_unit(parsed, rng, words)
 
 

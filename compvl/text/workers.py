@@ -57,7 +57,7 @@ def _start(options: dict):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if options["parser"] is None:
-        sys.modules.setdefault("torch", None)
+        sys.modules.setdefault("torch", None)  # rules need none: an import of it fails at once
     _maker = options
 
 

@@ -30,7 +30,7 @@ from ..core import CompvlError
 from ..microworld.vocabulary import microworld_words
 from ..text.lexicon import Words
 from ..text.parser import parse_many
-from ..text.units import UNITS, draw_units
+from ..text.units import draw_units
 from .config import TrainConfig
 from .neighbours import Alternatives
 from .terms import needed

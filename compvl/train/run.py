@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pandas as pd
-import torch
 from open_clip.tokenizer import HFTokenizer, SigLipTokenizer, SimpleTokenizer
 
 from ..core import CompvlError, atomic_write, config_hash, read_csv, read_json, torch_device

@@ -9,7 +9,6 @@ __all__ = ['BENCHES', 'bench', 'check_same', 'threads', 'seconds_of', 'PeakMemor
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import psutil

@@ -102,7 +102,8 @@ def _cifar100(request: Request) -> Loaded:
     classes = [f"{colors[color]} {nouns[noun]}" for noun, color in index]
 
     def label(scene: Scene) -> int | None:
-        return index.get(scene.objects[0][:2])
+        first = scene.objects[0]
+        return index.get((first.object, first.color))
 
     return _classified(request, classes, _PROMPTS, label, default=1000, even=False)
 

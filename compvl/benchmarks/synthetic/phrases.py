@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...microworld.captions import NP, Caption, exchange_phrases, plain_phrase
+from ...microworld.captions import NP, Caption, plain_phrase
 from ...microworld.oracle import truth
 from ...microworld.perturbations import another_frame, turn_around
 from ...microworld.scenes import Scene

@@ -17,6 +17,7 @@ from ..items import ImageChoice
 from ..registry import Loaded, Request, counterpart
 from .filling import endless, fill, scene_block, scene_stream
 from .phrases import ACTIONS, action_caption
+from ...microworld.changed_scenes import with_object
 from ...microworld.scenes import Scene, content_codes
 from ...microworld.splits import splits_of_codes
 from ...microworld.vocabulary import RELATIONS, lexicon
@@ -54,13 +55,6 @@ def _fitting_actions(codes: np.ndarray, split: str) -> np.ndarray:
     fits = splits_of_codes(edited, np.tile(ACTIONS, len(codes))) == split
     return fits.reshape(len(codes), len(ACTIONS))
 
-
-def _with_noun(scene: Scene, position: int, noun: int) -> Scene:
-    """The scene with another noun for the object at this position."""
-    objects = list(scene.objects)
-    objects[position] = objects[position]._replace(object=noun)
-    return replace(scene, objects=tuple(objects))
-
 # %% ../../../nbs/lib/benchmarks/synthetic/13_svo.ipynb #9440210d
 def _edited_actions(scene: Scene, fits: np.ndarray) -> Iterator[ScenePair]:
     """The scene and each one with another action, both ways round."""
@@ -88,7 +82,7 @@ def _edited_pairs(request: Request) -> Iterator[ScenePair]:
                 fitting = np.flatnonzero(nouns[slot][i]).tolist()
                 others = [noun for noun in fitting if noun != scene.objects[position].object]
                 if others:
-                    yield slot, scene, _with_noun(scene, position, rng.choice(others))
+                    yield slot, scene, with_object(scene, position, object=rng.choice(others))
             yield from _edited_actions(scene, actions[i])
 
     return endless(block)

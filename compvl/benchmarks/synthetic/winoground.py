@@ -24,6 +24,7 @@ from compvl.microworld.captions import (
     exchange_phrases,
     plain_phrase,
 )
+from ...microworld.changed_scenes import with_exchange
 from ...microworld.oracle import truth
 from ...microworld.scenes import Scene, split_of
 from ...microworld.vocabulary import RELATIONS, lexicon
@@ -76,14 +77,7 @@ def _trade(
 ) -> Trade:
     """The trade of these fields."""
     i, j = pair
-    objects = list(scene.objects)
-    objects[i] = objects[i]._replace(
-        **{field: getattr(scene.objects[j], field) for field in fields}
-    )
-    objects[j] = objects[j]._replace(
-        **{field: getattr(scene.objects[i], field) for field in fields}
-    )
-    other = replace(scene, objects=tuple(objects))
+    other = with_exchange(scene, i, j, tuple(fields))
     return Trade(kind, scene, other, i, j, relation, family)
 
 
