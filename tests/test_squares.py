@@ -283,7 +283,7 @@ def test_every_wrong_column_is_refused_by_name(name, tmp_path):
         whole = [row(k) for k in range(6)]
         table = table_of(whole, columns, picture_folder).rename_column(column, "other")
         table.save_to_disk(str(tmp_path / f"table-{column}" / FOLDERS[name] / "table/test"))
-        with pytest.raises(CompvlError, match=f"test:1 has no column {column}"):
+        with pytest.raises(CompvlError, match=f"test has no column {column}"):
             load_benchmark(name, tmp_path / f"table-{column}")
 
 

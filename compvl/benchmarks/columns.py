@@ -52,11 +52,11 @@ def tabbed_rows(path) -> Iterator[tuple[int, list[str]]]:
             yield number, line.rstrip("\r").split("\t")
 
 # %% ../../nbs/lib/benchmarks/04_columns.ipynb #29fd998c
-def check_columns(path, header: Iterable[str] | None, wanted: Iterable[str]) -> None:
-    """Raise `CompvlError` unless a header has all wanted columns."""
+def check_columns(place, header: Iterable[str] | None, wanted: Iterable[str]) -> None:
+    """Raise `CompvlError`, which names the place, unless a header has all wanted columns."""
     missing = [column for column in wanted if column not in (header or ())]
     if missing:
-        raise CompvlError(f"{path}:1 has no column {', '.join(missing)}: is it the right file?")
+        raise CompvlError(f"{place} has no column {', '.join(missing)}: is it the right file?")
 
 
 def csv_rows(path, wanted: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -67,7 +67,7 @@ def csv_rows(path, wanted: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
-            check_columns(path, rows.fieldnames, wanted)
+            check_columns(f"{path}:1", rows.fieldnames, wanted)
             for row in rows:
                 empty = [column for column in wanted if not (row[column] or "").strip()]
                 if empty:

@@ -94,7 +94,7 @@ def read_sick(path: str | Path, name: str = "sickr") -> list[TextPair]:
     rows = tabbed_rows(path)
     _, header = next(rows, (1, []))
     header = [column.strip() for column in header]
-    check_columns(path, header, _SICK_COLUMNS)
+    check_columns(f"{path}:1", header, _SICK_COLUMNS)
     pairs = []
     for line, fields in rows:
         row = dict(zip(header, fields, strict=False))
