@@ -6,7 +6,6 @@
 __all__ = ['SceneImages', 'PretrainSet', 'with_seen_words', 'FinetuneSet']
 
 # %% ../../nbs/lib/microworld/13_datasets.ipynb #0f39126e
-import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from .captions import PLAIN_WORDS, STYLES, Caption, caption
 from .changed_scenes import changed_scene
 from .dense_captions import expansion, region_captions
 from .render import render
-from .scenes import BLOCK_SIZE, Scene, scenes
+from .scenes import Scene, scenes, scenes_of_several
 from .supervision import OracleSupervision, make_supervision
 from .vocabulary import lexicon
 from ..text.writing import Edit, write
@@ -43,12 +42,7 @@ class SceneImages:
         """All scenes, drawn at first use."""
         if not self.several:
             return scenes(self.split, self.n, self.seed)
-        found = []
-        for block in itertools.count():
-            drawn = scenes(self.split, BLOCK_SIZE, self.seed, start=block * BLOCK_SIZE)
-            found += [scene for scene in drawn if len(scene.objects) > 1]
-            if len(found) >= self.n:
-                return found[: self.n]
+        return scenes_of_several(self.split, self.n, self.seed)
 
     @cached_property
     def _pixels(self) -> torch.Tensor:

@@ -23,7 +23,7 @@ from compvl.microworld.captions import (
     with_phrase,
 )
 from .oracle import truth
-from .scenes import BLOCK_SIZE, Scene, relation_truth, scenes
+from .scenes import BLOCK_SIZE, Scene, relation_truth, scenes, scenes_of_several
 from .vocabulary import ATTRIBUTES, RELATIONS, lexicon
 
 # %% ../../nbs/lib/microworld/11_evaluation_sets.ipynb #9835a033
@@ -178,13 +178,7 @@ def retrieval_set(
 ) -> tuple[list[Scene], list[list[str]]]:
     """n scenes of two objects or more, and for each its captions in the style of COCO."""
     rng = random.Random(f"retrieval-{seed}")
-    pool = []
-    for start in itertools.count(0, BLOCK_SIZE):
-        block = scenes(split, BLOCK_SIZE, seed + 5000, start)
-        pool += [scene for scene in block if len(scene.objects) > 1]
-        if len(pool) >= n:
-            break
-    pool = pool[:n]
+    pool = scenes_of_several(split, n, seed + 5000)
     captions = []
     for scene in pool:
         captions.append([caption(scene, rng, "coco").text for _ in range(captions_per_image)])

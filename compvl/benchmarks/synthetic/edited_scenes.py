@@ -19,7 +19,6 @@ from ..registry import Request
 from .counting import Crowd, crowd_stream, plural_shape
 from .filling import endless, scene_block
 from .phrases import ACTIONS, predicate
-from .winoground import is_square
 from compvl.microworld.captions import (
     NP,
     Caption,
@@ -30,7 +29,7 @@ from compvl.microworld.captions import (
     plain_phrase,
 )
 from ...microworld.changed_scenes import stored_value, with_exchange, with_object
-from ...microworld.oracle import truth
+from ...microworld.oracle import match_one_to_one, truth
 from ...microworld.scenes import Scene, split_of
 from ...microworld.vocabulary import RELATIONS, lexicon
 
@@ -74,7 +73,7 @@ def edit_holds(edit: SceneEdit) -> bool:
         return counts_hold(edit)
     if edit.kind.startswith("add"):
         return addition_holds(edit)
-    return is_square((edit.scene, edit.other), (edit.caption, edit.other_caption))
+    return match_one_to_one((edit.scene, edit.other), (edit.caption, edit.other_caption))
 
 # %% ../../../nbs/lib/benchmarks/synthetic/21_edited_scenes.ipynb #de72e44d
 def _is_fixed(scene: Scene) -> bool:

@@ -27,7 +27,8 @@ from compvl.benchmarks.synthetic.edited_scenes import (
     replace_value,
 )
 from .filling import captioned_stream, fill
-from .winoground import is_square, spread_evenly
+from .winoground import spread_evenly
+from ...microworld.oracle import match_one_to_one
 from ...microworld.scenes import Scene
 
 # %% ../../../nbs/lib/benchmarks/synthetic/22_edited_squares.ipynb #1c268422
@@ -176,7 +177,7 @@ def _natural_pairs(request: Request) -> Iterator[tuple[Scene, Scene, str, str]]:
             waiting[noun] = scene, told.text
             continue
         first, caption = waiting.pop(noun)
-        if is_square((first, scene), (caption, told.text)):
+        if match_one_to_one((first, scene), (caption, told.text)):
             yield first, scene, caption, told.text
 
 

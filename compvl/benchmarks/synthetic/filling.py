@@ -18,6 +18,7 @@ from ..registry import Loaded, Request, counterpart
 from ...core import CompvlError
 from ...microworld.captions import Caption, caption
 from ...microworld.scenes import BLOCK_SIZE, Scene, scenes
+from ...microworld.splits import split_range
 
 # %% ../../../nbs/lib/benchmarks/synthetic/01_filling.ipynb #03cd4e79
 _SEED_OF_SCENES = 5000  # that of `retrieval_set`
@@ -107,7 +108,7 @@ def fill(
     Raises `CompvlError` for an unknown split, and where the stream offers too little for a slot."""
     n = default if request.n is None else request.n
     order = list(itertools.islice(itertools.cycle(slots), n))
-    scene_block(request, 0)  # raises for an unknown split
+    split_range(request.split)  # raises for an unknown split
     found = _collect(request, order, make, stream) if order else {}
     fields = {slot: iter(of_slot) for slot, of_slot in found.items()}
     items = []

@@ -23,7 +23,7 @@ from .filling import counterpart_family, fill, scene_stream
 from .phrases import predicate
 from ...microworld.captions import Caption, places_of, plain_phrase
 from ...microworld.changed_scenes import with_exchange, with_object
-from ...microworld.oracle import truth
+from ...microworld.oracle import match_one_to_one
 from ...microworld.sampling import RADII
 from ...microworld.scenes import Scene, split_of
 from ...microworld.vocabulary import RELATIONS
@@ -40,11 +40,7 @@ class SceneSet(NamedTuple):
 
     def holds(self) -> bool:
         """Whether each caption is true of its own scene and false of the others."""
-        for k, scene in enumerate(self.scenes):
-            found = [truth(scene, caption) for caption in self.captions]
-            if found != [j == k for j in range(len(found))]:
-                return False
-        return True
+        return match_one_to_one(self.scenes, self.captions)
 
 
 def _kept(request: Request, sets: Iterator[SceneSet]) -> Iterator[SceneSet]:

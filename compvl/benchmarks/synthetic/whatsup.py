@@ -18,7 +18,7 @@ from ..registry import Loaded, Request
 from .filling import counterpart_family, endless, fill, scene_stream
 from .phrases import with_false_foil
 from ...microworld.captions import Caption, places_of, plain_phrase
-from ...microworld.oracle import truth
+from ...microworld.oracle import match_one_to_one
 from ...microworld.sampling import RADII, sample_worlds
 from ...microworld.scenes import Obj, Scene, relation_truth
 from ...microworld.splits import splits_of_codes
@@ -113,11 +113,7 @@ def _captions(name: str, scene: Scene) -> list[str]:
 
 def _is_set(name: str, scenes: tuple[Scene, ...]) -> bool:
     """Whether each caption is true of its own scene and false of the others."""
-    texts = _captions(name, scenes[0])
-    for k, scene in enumerate(scenes):
-        if [truth(scene, text) for text in texts] != [j == k for j in range(len(texts))]:
-            return False
-    return True
+    return match_one_to_one(scenes, _captions(name, scenes[0]))
 
 
 def set_stream(request: Request) -> Iterator[tuple[int, tuple[Scene, ...]]]:
