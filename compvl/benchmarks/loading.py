@@ -22,34 +22,7 @@ from ..core import CompvlError, pick
 __all__ = ['list_benchmarks', 'benchmark_info', 'expand', 'CountWarning', 'load_benchmark', 'load_benchmarks', 'benchmark_table']
 
 # %% ../../nbs/lib/benchmarks/13_loading.ipynb #2c2fc59e
-# The order of registration is the order of `list_benchmarks`.
-# isort: off
-from . import replace  # noqa: F401
-from . import swap  # noqa: F401
-from . import sugarcrepe  # noqa: F401
-from . import aro  # noqa: F401
-from . import retrieval  # noqa: F401
-from . import vl_checklist  # noqa: F401
-from . import valse  # noqa: F401
-from . import svo  # noqa: F401
-from . import winoground  # noqa: F401
-from . import whatsup  # noqa: F401
-from . import half_truths  # noqa: F401
-from . import negbench  # noqa: F401
-from . import crepe  # noqa: F401
-from . import colorswap  # noqa: F401
-from . import bivlc  # noqa: F401
-from . import cola  # noqa: F401
-from . import mmvp_vlm  # noqa: F401
-from . import vismin  # noqa: F401
-from . import naturalbench  # noqa: F401
-from . import eqben  # noqa: F401
-from . import spec  # noqa: F401
-from . import classification  # noqa: F401
-from . import torchvision_tasks  # noqa: F401
-from . import similarity  # noqa: F401
-from . import synthetic  # noqa: F401
-# isort: on
+from . import synthetic  # noqa: F401 - registers all benchmarks, in order
 
 # %% ../../nbs/lib/benchmarks/13_loading.ipynb #5a0b7541
 def _named(*starts: str) -> tuple[str, ...]:

@@ -60,6 +60,3 @@ for _name in _ORIGINALS:
     import_module(f"compvl.benchmarks.{_name}")
 for _name in _COUNTERPARTS:
     import_module(f"compvl.benchmarks.synthetic.{_name}")
-
-# %% ../../../nbs/lib/benchmarks/synthetic/00_synthetic.ipynb #b86129f3
-#| export
