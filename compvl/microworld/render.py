@@ -6,6 +6,7 @@
 __all__ = ['Effect', 'Drawable', 'Canvas', 'Windows', 'Ends', 'render', 'sheet']
 
 # %% ../../nbs/lib/microworld/05_render.ipynb #7efeeb98
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -449,7 +450,7 @@ def render(scenes: Sequence[Drawable], size: int = 48) -> torch.Tensor:
 # %% ../../nbs/lib/microworld/05_render.ipynb #ccec2519
 def sheet(scenes: Sequence[Drawable], cols: int = 8, size: int = 96) -> Image.Image:
     """A contact sheet of scenes, row by row, `size` pixels each."""
-    rows = -(-len(scenes) // cols)
+    rows = math.ceil(len(scenes) / cols)
     tiles = torch.full((rows * cols, 3, size, size), 255, dtype=torch.uint8)
     tiles[: len(scenes)] = render(scenes, size)
     grid = tiles.view(rows, cols, 3, size, size).permute(0, 3, 1, 4, 2)

@@ -8,6 +8,7 @@ __all__ = ['TASKS', 'summary_cell', 'error_bar', 'FrontPoint', 'front', 'model_c
 
 # %% ../../nbs/lib/paper/15_fronts.ipynb #97bd6dd5
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -316,7 +317,7 @@ def fronts(
 ):
     """Brittleness over accuracy with 95 % intervals, a panel for each group. Returns the figure."""
     wide = min(cols, len(panels))
-    tall = -(-len(panels) // cols)
+    tall = math.ceil(len(panels) / cols)
     rows = [*path, *others]
     with style():
         figure, axes = subplots(

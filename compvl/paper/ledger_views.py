@@ -8,6 +8,7 @@ __all__ = ['JUDGED', 'VERDICT_LOOK', 'MOST_STATEMENTS', 'heading_anchor', 'noteb
 
 # %% ../../nbs/lib/paper/19b_ledger_views.ipynb #5e30763c
 import html
+import math
 import re
 from urllib.parse import quote
 
@@ -367,7 +368,7 @@ def forests(
     the order of the ledger; without any statement, there is no figure.
     """
     rows = ledger[(ledger.paper == paper) & (ledger.tests + ledger.no_data > 0)]
-    n_figures = -(-len(rows) // MOST_STATEMENTS)
+    n_figures = math.ceil(len(rows) / MOST_STATEMENTS)
     figures = []
     for i, places in enumerate(np.array_split(np.arange(len(rows)), max(1, n_figures)), 1):
         if len(places):

@@ -6,6 +6,7 @@
 __all__ = ['look_of_label', 'panels', 'name_models', 'by_title']
 
 # %% ../../nbs/lib/paper/19b_panels.ipynb #bf6001a9
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -34,7 +35,7 @@ def panels(
 ):
     """A figure of `n` panels, and a list of their axes."""
     columns = min(n, columns)
-    lines = -(-n // columns)
+    lines = math.ceil(n / columns)
     width = columns * size[0] + beside
     figsize = (width, lines * size[1] + 0.4)
     figure, axes = subplots(

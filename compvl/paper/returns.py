@@ -6,6 +6,7 @@
 __all__ = ['BY_APPLICATIONS', 'RETURNS_ON', 'diminishing', 'gain_curves']
 
 # %% ../../nbs/lib/paper/21b_returns.ipynb #749411e5
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -120,7 +121,7 @@ def gain_curves(
     for key in beside:
         name = short(ROWS[key].label).removeprefix("HN, k = ")
         names.append(name.replace(", ", "\n").replace("no ADD", "no\nADD"))  # one below another
-    lines = -(-len(columns) // _WIDTH)
+    lines = math.ceil(len(columns) / _WIDTH)
     size = (2.8 * _WIDTH, 2.5 * lines + 0.3)
     options = dict(layout="constrained", squeeze=False, sharex=True)
     with style():
