@@ -20,7 +20,7 @@ from ..evaluate.averages import average_parts, averages
 from ..evaluate.comparisons import macro_groups
 from ..evaluate.engine import COLUMNS
 from ..evaluate.tasks import task_of
-from .columns import Column
+from .columns import Column, Place
 from .profiles import Profile
 from .rows import Row
 from .runs import seeds_of
@@ -72,15 +72,20 @@ def _mean_of_parts(parts: list[np.ndarray], weights: list[float]) -> float:
     return float(sum(weight * part.mean() for weight, part in zip(weights, parts, strict=True)))
 
 # %% ../../nbs/lib/paper/08_results.ipynb #775ead83
-_Figure = tuple[str, str, str, str]  # row key, benchmark, group, metric
-_Term = tuple[float, _Figure]  # weight, figure
+_Term = tuple[float, Place]  # weight, figure
 
 
-def _items_of(at: _Figure, parts: Sequence[np.ndarray]) -> tuple:
+def _group_at(at: Place) -> tuple[str, str]:
+    """The benchmark and the group of a figure."""
+    _, benchmark, group, _ = at
+    return benchmark, group
+
+
+def _items_of(at: Place, parts: Sequence[np.ndarray]) -> tuple:
     """What figures of the same items have in common: benchmark, group, and the parts' sizes.
 
     Rows may have other numbers of seeds, and yet be of the same items."""
-    return (*at[1:3], *(part.shape[1] for part in parts))
+    return (*_group_at(at), *(part.shape[1] for part in parts))
 
 
 @dataclass
@@ -290,7 +295,7 @@ class Results:
         for _, at in terms:
             correlations = self.correlations(*at)
             if correlations:
-                n_items[at[1:3]] = len(correlations[0])
+                n_items[_group_at(at)] = len(correlations[0])
                 seeds = max(seeds, len(correlations))
             else:
                 parts, _ = self.weighted(*at)
@@ -314,7 +319,7 @@ class Results:
         lo, hi, p = resampled_difference(boot)
         return dict(diff=diff, lo=lo, hi=hi, p=p, **sharing._size(terms))
 
-    def value(self, at: _Figure) -> float:
+    def value(self, at: Place) -> float:
         """A figure: the mean over seeds."""
         correlations = self.correlations(*at)
         if correlations:
@@ -323,14 +328,15 @@ class Results:
             value = _mean_of_parts(*self.weighted(*at))
         return round(value, _DECIMALS)
 
-    def difference(self, a: _Figure, b: _Figure) -> dict:
+    def difference(self, a: Place, b: Place) -> dict:
         """Figure `b` minus figure `a`, as `contrast` of the two.
 
         Returns also `a`, `b`, and `paired`: whether both are of the same benchmark and group.
         """
         sharing = self.sharing_seeds([a[0], b[0]])
         found = sharing.contrast([(1, b), (-1, a)])
-        return dict(a=sharing.value(a), b=sharing.value(b), **found, paired=a[1:3] == b[1:3])
+        is_paired = _group_at(a) == _group_at(b)
+        return dict(a=sharing.value(a), b=sharing.value(b), **found, paired=is_paired)
 
     def restricted(self, keep: Callable[[Any], bool]) -> "Results":
         """The results on the items for which `keep(item)` is true.
