@@ -36,9 +36,12 @@ _UNITS = dict(
 )
 
 
-def _offsets(n: int, width: float = 0.8) -> np.ndarray:
+_WIDTH = 0.8  # of the violins of a model together
+
+
+def _offsets(n: int) -> np.ndarray:
     """Where n violins lie around the tick of their model."""
-    return (np.arange(n) - (n - 1) / 2) * width / n
+    return (np.arange(n) - (n - 1) / 2) * _WIDTH / n
 
 # %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #f9255fcb
 def _by_seed(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -58,9 +61,9 @@ def _gaps_by_seed(table: pd.DataFrame, kind: str) -> pd.DataFrame:
     return _by_seed(table, "object") - _by_seed(table, kind)
 
 
-def _mean_of_counted(values: np.ndarray, n_boot: int = 1000) -> Figure:
+def _mean_of_counted(values: np.ndarray) -> Figure:
     """The mean of [seeds, items], resampled over both; items with NaN are left out."""
-    return ratio(np.nan_to_num(values), ~np.isnan(values), n_boot)
+    return ratio(np.nan_to_num(values), ~np.isnan(values), n_boot=1000)
 
 # %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #d8271dd9
 def _violins(ax, table: pd.DataFrame, labels: Sequence[str], kinds: Sequence[str]):
@@ -76,7 +79,7 @@ def _violins(ax, table: pd.DataFrame, labels: Sequence[str], kinds: Sequence[str
         cut=0,
         inner=None,
         density_norm="width",
-        width=0.8,
+        width=_WIDTH,
         gap=0.12,
         linewidth=0.7,
         saturation=1,
@@ -147,9 +150,9 @@ def attribution_distributions(
     return figure
 
 # %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #7ef93399
-def _quotient(a: np.ndarray, b: np.ndarray, n_boot: int = 1000) -> Figure:
+def _quotient(a: np.ndarray, b: np.ndarray) -> Figure:
     """Quotient of the means of a and b ([seeds, items], NaN left out), resampled over both."""
-    return _mean_of_counted(a, n_boot) / _mean_of_counted(b, n_boot)
+    return _mean_of_counted(a) / _mean_of_counted(b)
 
 # %% ../../nbs/lib/paper/19e_attribution_gaps.ipynb #258a3a81
 _BAR = 0.36  # width

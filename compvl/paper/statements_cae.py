@@ -29,9 +29,9 @@ def _columns(block: str, columns=COMPOSITION) -> dict[str, Column]:
     return {column.title: column for column in columns if column.block == block}
 
 
-def _titled(title: str, columns=COMPOSITION) -> list[Column]:
-    """The columns with a title: all relations, or all attributes."""
-    return [column for column in columns if column.title == title]
+def _titled(title: str) -> list[Column]:
+    """The columns of Table 1 with a title: all relations, or all attributes."""
+    return [column for column in COMPOSITION if column.title == title]
 
 
 def _name(key: str) -> str:

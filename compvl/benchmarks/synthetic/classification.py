@@ -83,14 +83,14 @@ def _cifar10(request: Request) -> Loaded:
 
 # %% ../../../nbs/lib/benchmarks/synthetic/15_classification.ipynb #b62aef9f
 @lru_cache
-def _common_pairs(n: int = 100) -> list[tuple[int, int]]:
-    """The n commonest pairs (noun, colour) that are not kept out."""
+def _common_pairs() -> list[tuple[int, int]]:
+    """The hundred commonest pairs (noun, colour) that are not kept out."""
     shares = np.outer(value_shares("object"), value_shares("color"))
     order = np.argsort(-shares, axis=None, kind="stable")
     pairs = [divmod(int(i), shares.shape[1]) for i in order]
     single = [Scene((Obj(*pair, 0, 0, 0, 0, 0.5, 0.5, RADII[0]),)) for pair in pairs]
     known = split_of(single) != "heldout"
-    return [pair for pair, is_known in zip(pairs, known, strict=True) if is_known][:n]
+    return [pair for pair, is_known in zip(pairs, known, strict=True) if is_known][:100]
 
 
 @counterpart("cifar100", task="classification")
