@@ -194,14 +194,18 @@ _TOKENS = "all tokens alike"  # the bar of the shares of tokens
 def _mean_shares(evaluations: Sequence[Evaluated]) -> dict[str, list]:
     """{model: intervals of the mean share in percent of each of `SHARE_KINDS`}."""
     means = {}
+    kept = None
     for evaluation in evaluations:
         shares = evaluation.shares.dropna()
         if not len(shares):
             continue
+        kept = shares
         means[evaluation.title] = [bootstrap(100 * shares[kind].to_numpy()) for kind in SHARE_KINDS]
-        names = [f"tokens_{kind}" for kind in SHARE_KINDS]
-        tokens = [bootstrap(100 * shares[name].to_numpy()) for name in names]
-    return means | {_TOKENS: tokens} if means else {}
+    if kept is None:
+        return {}
+    names = [f"tokens_{kind}" for kind in SHARE_KINDS]
+    means[_TOKENS] = [bootstrap(100 * kept[name].to_numpy()) for name in names]
+    return means
 
 
 def _share_bars(means: dict[str, list]) -> Figure:
@@ -235,7 +239,7 @@ def attribution_html(evaluations: Sequence[Evaluated]) -> str:
     frame = pd.DataFrame(list(rows.values()), dtype=object)
     frame.index = pd.MultiIndex.from_tuples(list(rows), names=["", "share (%)"])
     frame.columns = pd.MultiIndex.from_tuples(list(frame))
-    n = max(len(evaluation.shares) for evaluation in having)
+    n = max(len(evaluation.shares.dropna()) for evaluation in having)
     caption = (
         f"Mean share of a caption's attribution (GradCAM, text tower) by kind of word, over {n} "
         f"captions of {html.escape(having[0].explained)}. The last bar shows what the shares would "

@@ -75,8 +75,8 @@ def watched(
 ) -> Iterator[list[Tensor]]:
     """Within it, attention in `blocks` keeps its weights; yields the list of them, a layer each.
 
-    `keep`: 'row', EOT's weights [B, H, n] (`eot`: int64 [B]); 'all' [B, H, n, n]; 'none', no
-    weights but attention with second derivatives; None changes nothing."""
+    `keep`: 'row', EOT's weights [B, H, n] (`eot`: int64 [B]); 'all' [B, H, n, n]; 'explicit',
+    no weights but attention with second derivatives; None changes nothing."""
     kept = []
     modules = [block.attn for block in blocks] if keep else []
     before = [module.__dict__.get("forward") for module in modules]

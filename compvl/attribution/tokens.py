@@ -152,7 +152,7 @@ def text_attribution(
     tower = _tower(clip)
     check_start_layer(start_layer, len(tower.parts.transformer.resblocks))
     scale = score_scale(clip, score) if method != "attention" else 1.0
-    keep = {"attention": "row", "gradcam": "all", "gradient": "none" if create_graph else None}
+    keep = {"attention": "row", "gradcam": "all", "gradient": "explicit" if create_graph else None}
     grad = method != "attention"
     with as_found(clip, not create_graph), torch.set_grad_enabled(create_graph or grad):
         images = image_features(clip, images_or_features, tokens, create_graph)

@@ -309,7 +309,8 @@ class FinetuneSet(PretrainSet):
         rows = [k for k, made in enumerate(found) if made]
         if rows:
             images[rows] = render([found[k][0] for k in rows], self.image_size)
-        return dict(counterpart=[made and made[1] for made in found], counterpart_images=images)
+        texts = [None if made is None else made[1] for made in found]
+        return dict(counterpart=texts, counterpart_images=images)
 
     def batch(self, indices: Sequence[int]) -> dict:
         """As of `PretrainSet`; with `dense` also bag and bag_negative.

@@ -75,12 +75,12 @@ class OracleSupervision:
     def negative(self, scene: Scene, caption: Caption, rng: random.Random) -> str | None:
         """A hard negative, or None where the caption offers none."""
         made = self.negative_caption(scene, caption, rng)
-        return made and made.text
+        return None if made is None else made.text
 
     def positive(self, scene: Scene, caption: Caption, rng: random.Random) -> str | None:
         """A hard positive, or None where the caption offers none."""
         made = self._first(lambda kind: oracle_positive(scene, caption, kind, rng), rng)
-        return made and made.text
+        return None if made is None else made.text
 
     def dense_negative(self, scene: Scene, caption: Caption, rng: random.Random) -> str | None:
         """A hard negative of a further caption, as of any other."""
@@ -199,7 +199,7 @@ class TextSupervision:
         if "svlc-lm" in self.kinds and rng.random() < 0.5:
             return unmasked_negative(caption, rng)
         made = listed_negative(caption, rng, self.sound)
-        return made and made.text
+        return None if made is None else made.text
 
 # %% ../../nbs/lib/microworld/12_supervision.ipynb #72ac06e5
 Supervision = OracleSupervision | TextSupervision

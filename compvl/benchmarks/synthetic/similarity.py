@@ -210,7 +210,7 @@ def _other_object(scene, described, rng, earlier):
 def _other_relation(scene, described, rng, earlier):
     """The sentence with another relation."""
     made = oracle_negative(scene, described, "replace-relation", rng, rare_share=0)
-    return made and _as_sentence(made)
+    return None if made is None else _as_sentence(made)
 
 
 def _swapped(scene, described, rng, earlier):
