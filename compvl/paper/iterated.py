@@ -83,7 +83,9 @@ def operate(
     rows = []
     for i, (image, caption) in enumerate(items):
         parsed = parse(caption)
-        known = words or (microworld_words() if isinstance(image, Scene) else shipped_words())
+        known = words
+        if known is None:
+            known = microworld_words() if isinstance(image, Scene) else shipped_words()
         for name, method in methods.items():
             rng = random.Random(f"{seed}|{caption}")
             steps = method.chain(caption, rng, known, parsed, sound).steps
